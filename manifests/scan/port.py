@@ -24,7 +24,9 @@ I32 = npt.NDArray[np.int32]
 RESERVED = frozenset({"__id__", "__pad__", "__epoch__", "__source__", "__sub__"})
 
 #: what a note is about; the builder words its warnings and errors by it
-NoteKind = Literal["not-this-format", "unsupported", "damaged", "cut", "unclosed", "trailing", "duplicate", "ignored"]
+NoteKind = Literal[
+    "not-this-format", "unsupported", "damaged", "cut", "unclosed", "trailing", "duplicate", "ignored", "slow"
+]
 
 
 class Bytes(Protocol):
