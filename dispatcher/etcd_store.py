@@ -24,19 +24,24 @@ import os
 import socket
 import threading
 import time
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
-import etcd3
-import etcd3.exceptions
 import grpc
-from etcd3 import etcdrpc
-from google.protobuf.unknown_fields import UnknownFieldSet  # type: ignore[import-untyped]
 
 from manifests.errors import ConfigError
 from manifests.wire.connection import Address
 
 from .store import CommitUnknown, LeaderLost, StoreInfo, StoreUnavailable, Term, check_limits
+
+with warnings.catch_warnings():
+    # the package's generated messages use calls that protobuf has deprecated
+    warnings.simplefilter("ignore", DeprecationWarning)
+    import etcd3
+    import etcd3.exceptions
+    from etcd3 import etcdrpc
+    from google.protobuf.unknown_fields import UnknownFieldSet  # type: ignore[import-untyped]
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -47,7 +52,7 @@ _PAGE = 500
 #: snapshots ``load`` begins before it gives up on an etcd that compacts each of them away
 _SNAPSHOTS = 3
 _MAX_MESSAGE = 128 << 20
-#: wait before the second attempt of a call, seconds; doubled for each further one
+#: wait before the second attempt of a call, seconds; doubled for each further one, up to 0.2
 _PAUSE = 0.05
 #: number of ``dbSizeInUse`` in StatusResponse, which is younger than the package's messages
 _DB_SIZE_IN_USE = 9
@@ -320,7 +325,7 @@ class EtcdStore:
                 if code not in _AGAIN or tried + pause + self._client.timeout > self._timeout:
                     raise _Silent(f"etcd at {self._names} gave no answer in {tried:.1f} s: {_reason(error)}") from None
             time.sleep(pause)
-            pause, first = min(pause * 2, 0.4), False
+            pause, first = min(pause * 2, 0.2), False
 
 
 class _Compacted(Exception):

@@ -79,16 +79,25 @@ class Etcd:
         log: file its log goes to.
         binary: as ``find_binary``.
         fsync: False only for data that may be lost with the machine (tests, temporary folders).
+        quota: bytes its database may take.
         echo: also write its log here.
     """
 
     def __init__(
-        self, data: Path, *, log: Path, binary: str | None = None, fsync: bool = True, echo: TextIO | None = None
+        self,
+        data: Path,
+        *,
+        log: Path,
+        binary: str | None = None,
+        fsync: bool = True,
+        quota: int = 1 << 30,
+        echo: TextIO | None = None,
     ) -> None:
         self.data = data
         self.log = log
         self._binary = find_binary(binary)
         self._fsync = fsync
+        self._quota = quota
         self._echo = echo
         self._child: Child | None = None
         self._client_url = "http://127.0.0.1:0"
@@ -103,6 +112,11 @@ class Etcd:
         return parse_address(self._client_url, what="etcd address")
 
     @property
+    def started(self) -> bool:
+        """True once ``start`` made a process."""
+        return self._child is not None
+
+    @property
     def child(self) -> Child:
         """The running process."""
         if self._child is None:
@@ -113,7 +127,7 @@ class Etcd:
         """Start it and wait until it takes writes. Returns where it serves.
 
         Raises:
-            EtcdFailed: it ended or was not ready in time; the message has the end of its log.
+            ChildFailed: it ended or was not ready in time; it has the end of the log.
         """
         self.data.mkdir(parents=True, exist_ok=True)
         self.data.chmod(0o700)
@@ -126,11 +140,6 @@ class Etcd:
                 raise ChildFailed("etcd", f"did not tell its port in {line.strip()!r}", self.log, [])
             self._client_url = f"http://{found[1]}"
             self._wait_healthy(start + START_TIMEOUT)
-        except ChildFailed as failed:
-            self.stop()
-            raise EtcdFailed(
-                f"etcd ({self._binary}) {failed.what}", cause="\n  ".join(["", *failed.lines]), remedy=f"see {self.log}"
-            ) from None
         except BaseException:
             self.stop()
             raise
@@ -143,7 +152,7 @@ class Etcd:
         argv += ["--initial-cluster", f"n0={self._peer_url}"]
         # one node needs no patience with others: ready in 0.1 s
         argv += ["--heartbeat-interval", "20", "--election-timeout", "200"]
-        argv += ["--quota-backend-bytes", str(1 << 30), "--snapshot-count", "10000"]
+        argv += ["--quota-backend-bytes", str(self._quota), "--snapshot-count", "10000"]
         # it is ours alone, so old history may go
         argv += ["--auto-compaction-mode", "periodic", "--auto-compaction-retention", "10m"]
         argv += ["--logger", "zap", "--log-outputs", "stderr"]

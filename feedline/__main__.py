@@ -1,0 +1,8 @@
+"""``python -m feedline``: the same as the program ``feedline``."""
+
+import sys
+
+from .cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

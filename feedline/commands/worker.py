@@ -1,0 +1,17 @@
+"""``feedline worker``: the same as ``python -m worker``."""
+
+from __future__ import annotations
+
+import argparse
+
+from worker import __main__ as program
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The worker's own options."""
+    program.add_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until SIGINT or SIGTERM."""
+    return program.run(args)
