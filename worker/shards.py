@@ -101,7 +101,7 @@ class OpenShard:
         if self.content_id.startswith("etag:"):
             return
         if self.sums:
-            if blake3(out).digest(length=_SUM) != self.sums[number]:
+            if blake3(out.data).digest(length=_SUM) != self.sums[number]:
                 raise ShardChanged(
                     f"{self.uri} changed",
                     cause=f"bytes from {number * self._block} on are not those that were checked",
@@ -109,7 +109,7 @@ class OpenShard:
                 )
         elif self.blocks <= 1:
             found = hasher(self.content_id)
-            found.update(out)
+            found.update(out.data)
             check_content(self.uri, self.content_id, found)
 
     def verify(self, budget: Budget) -> None:
@@ -121,8 +121,8 @@ class OpenShard:
             for number in range(self.blocks):
                 data = buffer[: min(self._block, self.size - number * self._block)]
                 self.stored.fetch(number * self._block, data)
-                whole.update(data)
-                sums.append(blake3(data).digest(length=_SUM))
+                whole.update(data.data)
+                sums.append(blake3(data.data).digest(length=_SUM))
                 self._cache.offer((self.key, number), data)
         try:
             check_content(self.uri, self.content_id, whole)
@@ -166,7 +166,7 @@ class ShardBytes:
                     number, begin - number * block, stop - number * block, self._first
                 )
         self.fetch_ns += time.perf_counter_ns() - began
-        return memoryview(data)
+        return data.data
 
 
 class Shards:

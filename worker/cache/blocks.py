@@ -32,7 +32,7 @@ FETCH_TIMEOUT = 120.0
 ROOM_TIMEOUT = 1.0
 
 
-class _View(np.ndarray):  # type: ignore[type-arg]
+class _View(np.ndarray):
     """A part of a block that can be weakly referenced: when the last buffer over it goes, the block is unpinned."""
 
 

@@ -62,7 +62,7 @@ class LocalFile:
     def _fill(self, descriptor: int, offset: int, out: U8) -> None:
         have = 0
         while have < len(out):
-            got = os.preadv(descriptor, [memoryview(out)[have : have + _PIECE]], offset + have)
+            got = os.preadv(descriptor, [out.data[have : have + _PIECE]], offset + have)
             if got == 0:
                 raise ShardChanged(
                     f"{self.uri} is shorter than it was", cause=f"it ends at byte {offset + have}", remedy=_REMEDY
