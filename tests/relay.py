@@ -23,6 +23,7 @@ class Relay:
         self._servers: set[socket.socket] = set()
         self._holding = False
         self._refusing = False
+        self._dropping = False
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
         self._closing = False
@@ -56,7 +57,7 @@ class Relay:
     def cut(self) -> None:
         """End all connections, with what was kept back, and refuse new ones."""
         with self._lock:
-            self._refusing = True
+            self._refusing = self._dropping = True
         self._wake.send(b"c")
 
     def mend(self) -> None:
@@ -72,13 +73,18 @@ class Relay:
                     self._accept()
                 elif end is self._woken:
                     self._woken.recv(100)
-                    if self._closing or self._refusing:
-                        for other in list(self._pairs):
-                            self._drop(other)
+                    if self._dropping:
+                        self._dropping = False
+                        self._drop_all()
                 elif isinstance(end, socket.socket) and end in self._pairs:
                     self._forward(end)
             if self._closing:
+                self._drop_all()
                 return
+
+    def _drop_all(self) -> None:
+        for end in list(self._pairs):
+            self._drop(end)
 
     def _accept(self) -> None:
         client, _ = self._listener.accept()
