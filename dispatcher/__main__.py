@@ -1,0 +1,90 @@
+"""``python -m dispatcher``: the same as ``feedline dispatcher``."""
+
+from __future__ import annotations
+
+import os
+
+# the etcd3 package's messages load only with the pure-Python protobuf; has to be set before anything imports protobuf
+os.environ.setdefault("PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION", "python")
+
+import argparse
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from manifests.errors import ConfigError, FeedlineError
+from manifests.units import parse_time
+from manifests.wire.connection import parse_address, parse_addresses
+
+from .config import DispatcherConfig
+from .main import run as run_process
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The dispatcher's options."""
+    parser.add_argument("--etcd", required=True, metavar="HOST:PORT[,..]", help="endpoints of the etcd cluster")
+    parser.add_argument("--store", metavar="DIR", help="folder for manifests (default: ~/.local/share/feedline/store)")
+    parser.add_argument("--listen", default="127.0.0.1:7070", metavar="HOST:PORT", help="address to bind")
+    parser.add_argument("--advertise", metavar="HOST:PORT", help="address that others connect to, if not the bound one")
+    parser.add_argument(
+        "--lease", default="10s", metavar="TIME", help="how long a leader, worker or rank may be silent"
+    )
+    parser.add_argument("--log-format", choices=("text", "json"), default="text")
+    parser.add_argument("--debug", action="store_true", help="debug lines and tracebacks")
+    parser.add_argument("--die-with-parent", action="store_true", help="end when the parent process ends")
+
+
+def config_from(args: argparse.Namespace) -> DispatcherConfig:
+    """The configuration that parsed options stand for. Raises ``ConfigError``."""
+    return DispatcherConfig(
+        etcd=parse_addresses(args.etcd, what="--etcd"),
+        store=Path(args.store) if args.store else _default_store(),
+        listen=parse_address(args.listen, what="--listen"),
+        advertise=parse_address(args.advertise, what="--advertise") if args.advertise else None,
+        lease=parse_time(args.lease, "--lease"),
+        log_format=args.log_format,
+        debug=args.debug,
+        die_with_parent=args.die_with_parent,
+    )
+
+
+def _default_store() -> Path:
+    base = os.environ.get("XDG_DATA_HOME") or os.path.join(os.path.expanduser("~"), ".local", "share")
+    return Path(base) / "feedline" / "store"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse options and serve. Exit status: 0 stopped by a signal, 1 it failed, 2 misuse."""
+    parser = argparse.ArgumentParser(prog="python -m dispatcher", description=__doc__)
+    add_arguments(parser)
+    args = parser.parse_args(argv)
+    try:
+        config = config_from(args)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return serve(config)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve as parsed options say; what ``feedline dispatcher`` calls. Raises ``ConfigError`` for misuse."""
+    return serve(config_from(args))
+
+
+def serve(config: DispatcherConfig) -> int:
+    """Serve on the configured etcd until a signal; errors are one line on stderr."""
+    try:
+        # here and not above: it loads gRPC and etcd's messages, which a wrong option should not have to wait for
+        from .etcd_store import EtcdStore
+
+        return run_process(config, EtcdStore(config.etcd))
+    except FeedlineError as error:
+        if config.debug:
+            traceback.print_exc()
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

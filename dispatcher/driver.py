@@ -1,0 +1,387 @@
+"""The driver: the one thread that owns the state, and the only one that talks to the store about it.
+
+    request threads --submit--> inbox --> apply each --> commit all puts and deletes --> replies
+                                            |  LeaderLost, CommitUnknown, StoreUnavailable, lease over
+                                            v
+                              drop the state, fail what waits, campaign again, load
+
+A reply leaves only after what it promises is in the store. The lease is judged by this process's own monotonic clock,
+counted from before the call that renewed it: from then on nothing is answered, whatever else happens.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, field
+from typing import Any
+
+from manifests import log
+from manifests.errors import DispatcherUnavailable, FeedlineError, ProtocolError
+
+from . import events
+from .effects import Effect, Log, Reply
+from .groups import transactions
+from .leader import LeaderRecord
+from .library import Library
+from .state import State
+from .store import CommitUnknown, LeaderLost, Store, StoreInfo, StoreUnavailable, Term
+
+_log = logging.getLogger("dispatcher.driver")
+
+#: requests that may wait at once
+INBOX = 4096
+#: events applied before a commit
+GROUP = 256
+#: seconds between two ``TimePassed``
+TICK = 0.5
+#: seconds between two campaigns of a standby
+CAMPAIGN = 0.5
+#: seconds a request may wait for the driver
+PATIENCE = 4.0
+#: seconds between two looks at the store's health while leading
+INFO = 5.0
+
+
+class _StepDown(Exception):
+    """This process may not lead any more; the text says why."""
+
+
+@dataclass
+class _Waiting:
+    event: Callable[..., events.Event]
+    future: Future[Any] = field(default_factory=Future)
+    cause: str = ""
+
+
+class Driver:
+    """Owns the state while this process leads.
+
+    Args:
+        store: where records live; used by the driver's thread only, but for ``info``.
+        library: facts about manifests.
+        lease: seconds of the leadership lease, and of workers' and ranks' leases.
+        clock: monotonic seconds. wall: ms since 1970, read once.
+        on_leading: called on the driver's thread each time this process begins to lead.
+
+    ``start`` once, ``close`` once; ``submit`` from any thread in between.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        library: Library,
+        *,
+        lease: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
+        on_leading: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._store = store
+        self._library = library
+        self._clock = clock
+        self._wall_start, self._clock_start = wall(), clock()
+        self._on_leading = on_leading
+        self.lease = lease
+        self.record = LeaderRecord.of_this_process("")
+        self._inbox: queue.Queue[_Waiting | None] = queue.Queue(INBOX)
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="dispatcher-driver", daemon=True)
+        self._leader_address = ""
+        self._trouble = "this dispatcher is starting"
+        #: set while this process leads; changed by the driver's thread only
+        self.state: State | None = None
+        self.term: Term | None = None
+        self.info = StoreInfo(members=0, ok=False, db_bytes=0)
+        self._lease_end = 0.0
+        self._sequence = 0
+        #: first error that ended the thread
+        self.failure: BaseException | None = None
+        self.reached_store = threading.Event()
+
+    def __repr__(self) -> str:
+        role = f"leads term {self.term.number}" if self.term else "does not lead"
+        return f"Driver({self.record.address}, {role}, inbox {self._inbox.qsize()}, {self.state!r})"
+
+    @property
+    def leader(self) -> str:
+        """Address of the present leader, "" when not known."""
+        return self._leader_address
+
+    @property
+    def trouble(self) -> str:
+        """Why this process does not lead now."""
+        return self._trouble
+
+    # -- any thread
+
+    def start(self, address: str) -> None:
+        """Begin to campaign. ``address``: what clients are told to connect to."""
+        self.record = LeaderRecord.of_this_process(address)
+        self._thread.start()
+
+    def submit(self, make: Callable[..., events.Event], *, timeout: float = PATIENCE) -> Any:
+        """Let the state take an event in, and wait for the answer.
+
+        Args:
+            make: called with ``at``, ``now_ms``, ``request`` and ``cause``, on the driver's thread.
+
+        Raises:
+            FeedlineError: the answer. DispatcherUnavailable: this process does not lead, or was too slow.
+        """
+        if self.state is None:
+            raise self._unavailable()
+        waiting = _Waiting(make, cause=log.current_cause())
+        try:
+            self._inbox.put(waiting, timeout=timeout)
+        except queue.Full:
+            raise DispatcherUnavailable(
+                "the dispatcher is overloaded", cause=f"{INBOX} requests wait", detail={"retry": True}
+            ) from None
+        if self._closing.is_set():
+            self._fail(waiting)
+        try:
+            return waiting.future.result(timeout)
+        except FutureTimeout:
+            raise DispatcherUnavailable(
+                f"the dispatcher did not answer within {timeout:g} s",
+                cause=self._trouble or "its store is slow to take commits",
+                detail={"retry": True},
+            ) from None
+
+    def check_leading(self) -> None:
+        """Raise ``DispatcherUnavailable`` unless this process leads."""
+        if self.state is None:
+            raise self._unavailable()
+
+    def sources_of(self, job: str) -> tuple[str, ...]:
+        """Manifest digests of a job: a hint of what its requests will look up, without waiting for the driver."""
+        state = self.state
+        found = state.jobs.by_name.get(job) if state is not None else None
+        return tuple(source.digest for source in found.current.settings.sources) if found is not None else ()
+
+    def _unavailable(self) -> DispatcherUnavailable:
+        leader = self._leader_address
+        if leader and leader != self.record.address:
+            return DispatcherUnavailable(
+                f"{self.record.address} is not the leading dispatcher",
+                cause=f"{leader} leads",
+                detail={"leader": leader},
+            )
+        return DispatcherUnavailable(
+            f"dispatcher {self.record.address} cannot answer now",
+            cause=self._trouble,
+            detail={"leader": "", "retry": True},
+        )
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Resign and end the thread; waiting callers get ``DispatcherUnavailable``."""
+        self._closing.set()
+        try:
+            self._inbox.put_nowait(None)
+        except queue.Full:
+            pass  # the thread sees the flag after the group in hand
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
+        self._drain()
+
+    # -- the driver's thread
+
+    def now(self) -> tuple[float, int]:
+        """(monotonic seconds, dispatcher time in ms)."""
+        at = self._clock()
+        return at, self._wall_start + round((at - self._clock_start) * 1000)
+
+    def _run(self) -> None:
+        try:
+            while not self._closing.is_set():
+                if self._campaign():
+                    self._lead()
+        except BaseException as error:
+            self.failure = error
+            _log.exception("the driver ended")
+        finally:
+            self._step_down("this dispatcher is stopping")
+
+    def _campaign(self) -> bool:
+        """One try to lead. False: not now; some time was waited."""
+        try:
+            started = self._clock()
+            term = self._store.campaign(self.record.encode(), self.lease, self._is_gone)
+            self.reached_store.set()
+            if term is None:
+                found = LeaderRecord.parse(self._store.leader() or "")
+                self._leader_address = found.address if found is not None else ""
+                self._trouble = f"{self._leader_address or 'another dispatcher'} leads"
+                self._closing.wait(CAMPAIGN)
+                return False
+            stored, self._sequence = self._store.load()
+            self._lease_end = started + term.ttl
+            self._begin(term, stored)
+            return True
+        except (StoreUnavailable, LeaderLost, CommitUnknown, _StepDown) as error:
+            if self._trouble != str(error):
+                _log.warning("cannot lead: %s", error)
+            self._step_down(str(error))
+            self._closing.wait(CAMPAIGN)
+            return False
+
+    def _is_gone(self, text: str) -> bool:
+        found = LeaderRecord.parse(text)
+        return found is not None and (found.run == self.record.run or found.is_dead())
+
+    def _begin(self, term: Term, stored: dict[str, bytes]) -> None:
+        state = State(self._library, self.lease)
+        at, now_ms = self.now()
+        effects = state.load(stored, at)
+        self.term = term
+        self._leader_address = self.record.address
+        secret = os.urandom(32)
+        effects += state.apply(
+            events.KeyDrawn(at=at, now_ms=now_ms, id=os.urandom(4).hex(), secret=secret, cause=log.current_cause())
+        )
+        self._perform([effects], {})
+        self.info = self._store.info()
+        self.state = state
+        self._trouble = ""
+        _log.info("leads term %d with %d records", term.number, len(stored))
+        self._on_leading()
+
+    def _lead(self) -> None:
+        """Take events until this process may not lead any more."""
+        state, term = self.state, self.term
+        if state is None or term is None:
+            return
+        renewed = ticked = informed = self._clock()
+        try:
+            while not self._closing.is_set():
+                group = self._gather()
+                now = self._clock()
+                if now >= self._lease_end:
+                    self._refuse(group)
+                    raise _StepDown("its lease could have ended")
+                if now - renewed >= term.ttl / 4:
+                    if self._renew(term):
+                        renewed = now
+                    if now - informed >= INFO:
+                        self.info, informed = self._store.info(), now
+                if now - ticked >= TICK:
+                    at, now_ms = self.now()
+                    self._perform([state.apply(events.TimePassed(at=at, now_ms=now_ms))], {})
+                    ticked = now
+                self._take(state, group)
+        except (StoreUnavailable, LeaderLost, CommitUnknown, _StepDown) as error:
+            _log.warning("steps down: %s", error)
+            self._step_down(str(error))
+        except Exception as error:
+            # the memory state may be half changed: what is in the store is right
+            _log.exception("steps down after an internal error")
+            self._step_down(f"internal error: {error}")
+            self._closing.wait(CAMPAIGN)
+
+    def _gather(self) -> list[_Waiting]:
+        """The next requests, at most a group of them; [] after a tick without any."""
+        found: list[_Waiting] = []
+        try:
+            item = self._inbox.get(timeout=TICK)
+            while True:
+                if item is not None:
+                    found.append(item)
+                if item is None or len(found) >= GROUP:
+                    break
+                item = self._inbox.get_nowait()
+        except queue.Empty:
+            pass
+        return found
+
+    def _renew(self, term: Term) -> bool:
+        started = self._clock()
+        try:
+            self._lease_end = started + self._store.keep_alive(term)
+            self._trouble = ""
+            return True
+        except StoreUnavailable as error:
+            if not self._trouble:
+                _log.warning("cannot renew the lease: %s", error)
+            self._trouble = str(error)
+            return False
+
+    def _take(self, state: State, group: list[_Waiting]) -> None:
+        requests = dict(enumerate(group, 1))
+        done: list[list[Effect]] = []
+        try:
+            for number, waiting in requests.items():
+                at, now_ms = self.now()
+                event = waiting.event(at=at, now_ms=now_ms, request=number, cause=waiting.cause)
+                try:
+                    done.append(state.apply(event))
+                except Exception as error:
+                    waiting.future.set_exception(
+                        ProtocolError(f"the dispatcher failed on {type(event).__name__}", cause=repr(error))
+                    )
+                    raise
+            self._perform(done, requests)
+        except BaseException:
+            self._refuse(waiting for waiting in group if not waiting.future.done())
+            raise
+
+    def _perform(self, done: list[list[Effect]], requests: dict[int, _Waiting]) -> None:
+        """Commit what the events put and delete, in as few transactions as fit, and then reply."""
+        for puts, deletes in transactions(done):
+            self._sequence = self._store.commit(self._leading_term(), self._sequence, puts, deletes)
+        if self._clock() >= self._lease_end:
+            raise _StepDown("its lease could have ended during a commit")
+        for effect in (effect for effects in done for effect in effects):
+            if isinstance(effect, Log):
+                with log.cause(effect.cause or "-"):
+                    _log.log(effect.level, "%s", effect.text)
+            elif isinstance(effect, Reply) and effect.request in requests:
+                future = requests[effect.request].future
+                if isinstance(effect.answer, FeedlineError):
+                    future.set_exception(effect.answer)
+                else:
+                    future.set_result(effect.answer)
+
+    def _leading_term(self) -> Term:
+        if self.term is None:
+            raise _StepDown("it does not lead")
+        return self.term
+
+    def _step_down(self, why: str) -> None:
+        self.state = None
+        self._trouble = why
+        self._leader_address = ""
+        self._drain()
+        term, self.term = self.term, None
+        if term is not None:
+            self._store.resign(term)
+
+    def _drain(self) -> None:
+        while True:
+            try:
+                item = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            if item is not None:
+                self._fail(item)
+
+    def _refuse(self, group: Iterable[_Waiting]) -> None:
+        for waiting in group:
+            self._fail(waiting)
+
+    def _fail(self, waiting: _Waiting) -> None:
+        if not waiting.future.done():
+            waiting.future.set_exception(
+                DispatcherUnavailable(
+                    f"dispatcher {self.record.address} stopped leading before it answered",
+                    cause=self._trouble,
+                    remedy="ask again",
+                    detail={"leader": "", "retry": True},
+                )
+            )

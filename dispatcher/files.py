@@ -1,0 +1,203 @@
+"""The store folder: manifests and job specs as files named by digest.
+
+    FOLDER/manifests/<sha256 hex>.parquet    FOLDER/blobs/<sha256 hex>
+
+Files are written beside their place, synced and renamed, so that a reader sees all of a file or none; a digest is
+checked before anything is kept. Several dispatchers may share the folder. Parsed manifests are kept, the last few.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import tempfile
+import threading
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from manifests.errors import ConfigError, FeedlineError, ProtocolError, UnknownDataset
+from manifests.identity import digest as digest_of
+from manifests.manifest import Manifest
+
+from .library import ShardInfo
+
+#: parsed manifests kept in memory
+KEPT = 8
+#: shards whose description is kept in memory
+KEPT_SHARDS = 8192
+#: largest blob, bytes
+MAX_BLOB = 1 << 20
+
+_DIGEST = re.compile(r"sha256:([0-9a-f]{64})\Z")
+
+
+class Files:
+    """Manifests and blobs of one folder. Methods may be called from any thread."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ``ConfigError`` when the folder cannot be made or written."""
+        self.folder = folder
+        self._manifests = folder / "manifests"
+        self._blobs = folder / "blobs"
+        self._lock = threading.Lock()
+        self._parsed: OrderedDict[str, Manifest] = OrderedDict()
+        self._shards: OrderedDict[tuple[str, int], ShardInfo] = OrderedDict()
+        try:
+            for place in (self._manifests, self._blobs):
+                place.mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryFile(dir=place):
+                    pass
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write to the store folder {folder}", cause=error.strerror or str(error)
+            ) from None
+
+    def __repr__(self) -> str:
+        return f"Files({self.folder}, {len(self._parsed)} manifests parsed)"
+
+    # -- manifests
+
+    def manifest(self, digest: str) -> Manifest:
+        """The parsed manifest. Raises ``UnknownDataset`` when it is not in the folder."""
+        with self._lock:
+            found = self._parsed.get(digest)
+            if found is not None:
+                self._parsed.move_to_end(digest)
+                return found
+        found = _parse(self.manifest_bytes(digest), digest)
+        self._keep(digest, found)
+        return found
+
+    def _keep(self, digest: str, manifest: Manifest) -> None:
+        with self._lock:
+            self._parsed[digest] = manifest
+            self._parsed.move_to_end(digest)
+            while len(self._parsed) > KEPT:
+                self._parsed.popitem(last=False)
+            for place in [place for place in self._shards if place[0] == digest]:
+                del self._shards[place]
+
+    def manifest_bytes(self, digest: str) -> bytes:
+        """The manifest file. Raises ``UnknownDataset`` when it is not in the folder."""
+        return self._read(self._manifests / (_hex(digest) + ".parquet"), f"manifest {digest}")
+
+    def has_manifest(self, digest: str, locations: str = "") -> bool:
+        """Whether the manifest is there, with shards at these ``locations`` ("": anywhere)."""
+        if not (self._manifests / (_hex(digest) + ".parquet")).exists():
+            return False
+        return not locations or self.manifest(digest).locations == locations
+
+    def store_manifest(self, digest: str, data: bytes) -> Manifest:
+        """Keep a manifest file. The same digest with other locations replaces it: the data was moved.
+
+        Raises:
+            ProtocolError: no manifest, or one of another digest.
+        """
+        manifest = _parse(data, digest)
+        self._write(self._manifests / (_hex(digest) + ".parquet"), data)
+        self._keep(digest, manifest)
+        return manifest
+
+    # -- what the core looks up
+
+    def shard(self, digest: str, ordinal: int) -> ShardInfo | None:
+        with self._lock:
+            found = self._shards.get((digest, ordinal))
+            if found is not None:
+                self._shards.move_to_end((digest, ordinal))
+                return found
+        manifest = self.manifest(digest)
+        if not 0 <= ordinal < len(manifest.shards):
+            return None
+        shard = manifest.shards[ordinal]
+        info = ShardInfo(
+            ordinal=ordinal,
+            uri=shard.uri,
+            format=shard.format,
+            rows=shard.rows,
+            bytes=shard.bytes,
+            content_id=shard.content_id,
+            first_id=int(manifest.first_ids[ordinal]),
+        )
+        with self._lock:
+            self._shards[digest, ordinal] = info
+            while len(self._shards) > KEPT_SHARDS:
+                self._shards.popitem(last=False)
+        return info
+
+    def shard_rows(self, digest: str) -> npt.NDArray[np.int64]:
+        return self.manifest(digest).shard_rows
+
+    # -- blobs
+
+    def put_blob(self, digest: str, data: bytes) -> None:
+        """Keep a blob. Raises ``ProtocolError`` when the digest is not that of the data, or it is too large."""
+        if len(data) > MAX_BLOB:
+            raise ProtocolError(f"blob {digest} of {len(data)} bytes", cause=f"the limit is {MAX_BLOB}")
+        if digest_of(data) != digest:
+            raise ProtocolError(f"blob {digest} was altered on the way", cause=f"its digest is {digest_of(data)}")
+        place = self._blobs / _hex(digest)
+        if not place.exists():
+            self._write(place, data)
+
+    def get_blob(self, digest: str) -> bytes:
+        """The blob. Raises ``UnknownDataset`` when it is not in the folder."""
+        return self._read(self._blobs / _hex(digest), f"blob {digest}")
+
+    def has_blob(self, digest: str) -> bool:
+        return (self._blobs / _hex(digest)).exists()
+
+    # -- files
+
+    def _read(self, place: Path, what: str) -> bytes:
+        try:
+            return place.read_bytes()
+        except FileNotFoundError:
+            raise UnknownDataset(
+                f"the dispatcher's store has no {what}",
+                remedy="register the manifest again, or point --store at the folder of the other dispatcher",
+            ) from None
+        except OSError as error:
+            raise ConfigError(f"cannot read {what} in {place}", cause=error.strerror or str(error)) from None
+
+    def _write(self, place: Path, data: bytes) -> None:
+        try:
+            handle, name = tempfile.mkstemp(dir=place.parent, prefix=".new-")
+            try:
+                with os.fdopen(handle, "wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(name, place)
+            except BaseException:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(name)
+                raise
+            folder = os.open(place.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+        except OSError as error:
+            raise ConfigError(f"cannot write {place}", cause=error.strerror or str(error)) from None
+
+
+def _hex(digest: str) -> str:
+    found = _DIGEST.match(digest)
+    if not found:
+        raise ProtocolError(f"{digest[:100]!r} is not a digest", cause="expected sha256: and 64 hex digits")
+    return found[1]
+
+
+def _parse(data: bytes, digest: str) -> Manifest:
+    try:
+        manifest = Manifest.from_bytes(data)
+    except FeedlineError as error:
+        raise ProtocolError(f"manifest {digest} cannot be read", cause=str(error)) from None
+    if manifest.digest != digest:
+        raise ProtocolError(f"manifest {digest} was altered on the way", cause=f"its digest is {manifest.digest}")
+    return manifest

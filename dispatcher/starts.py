@@ -1,0 +1,194 @@
+"""Settings and start points: filling in, comparing, and what "latest" means. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from manifests.cursor import default_lanes, divisors
+from manifests.errors import ConfigError, StateMismatch, UnknownDataset
+from manifests.identity import check_name
+from manifests.plan import lane_sizes
+from manifests.wire import messages as m
+
+from . import books
+from .events import JobOpenRequested
+from .job import Job
+from .records import GenerationRecord
+
+#: settings that make a position mean something; a resume may change all others
+IDENTITY = ("sources", "seed", "order", "shuffle", "lanes")
+
+
+def check_open(event: JobOpenRequested) -> None:
+    """Raise for an open that no job could take."""
+    ask = event.message
+    settings = ask.settings
+    check_name(ask.job, "job")
+    check_name(settings.tenant, "tenant")
+    if settings.world_size < 1 or not 0 <= ask.rank < settings.world_size:
+        raise ConfigError(f"rank {ask.rank} of world size {settings.world_size}", cause="ranks are 0 .. world_size - 1")
+    if settings.batch_size < 1:
+        raise ConfigError(f"batch_size {settings.batch_size} is not above zero")
+    if settings.epochs is not None and settings.epochs < 1:
+        raise ConfigError(f"epochs {settings.epochs} is not above zero", remedy="None goes on for ever")
+    if settings.lanes is not None and settings.lanes < 1:
+        raise ConfigError(f"lanes {settings.lanes} is not above zero")
+    if settings.order != "deterministic" or settings.elastic or settings.audit or len(settings.sources) != 1:
+        raise ConfigError(
+            f"job {ask.job} asks for something that is not there yet",
+            cause="dynamic order, elastic jobs, audit=True and mixes come later",
+        )
+    if not ask.holder.uid or not ask.nonce:
+        raise ConfigError(f"job {ask.job} was opened without a holder or a nonce")
+    if event.unknown:
+        raise UnknownDataset(
+            f"the dispatcher has no manifest {event.unknown[0]}",
+            remedy="feedline manifest register FILE, or give the loader the manifest file",
+        )
+    if event.rows == 0:
+        raise ConfigError(
+            f"the dataset of job {ask.job} has no rows", remedy="build the manifest from a folder with data"
+        )
+
+
+def resolve_settings(event: JobOpenRequested, job: Job | None, start: m.StartPoint) -> m.JobSettings:
+    """Settings of a new generation: seed and lanes from the request, else the record, else drawn and lcm(12, W)."""
+    asked = event.message.settings
+    record = job.current.settings if job is not None else None
+    seed = asked.seed
+    if seed is None:
+        seed = record.seed if record is not None and record.seed is not None else event.drawn_seed
+    lanes, world = asked.lanes, asked.world_size
+    resumes = start.kind != "fresh"
+    if lanes is None:
+        if start.kind == "checkpoint" and start.taken:
+            lanes = len(start.taken)
+        elif record is not None and record.lanes and (resumes or record.lanes % world == 0):
+            lanes = record.lanes
+        else:
+            lanes = default_lanes(world)
+    if lanes % world:
+        fits = ", ".join(map(str, divisors(lanes)))
+        kind = StateMismatch if resumes else ConfigError
+        raise kind(
+            f"world size {world} does not divide {lanes} lanes",
+            cause=f"world sizes that do: {fits}",
+            remedy="choose one of them" if resumes else "choose one of them, or leave lanes unset",
+            detail={"lanes": lanes, "world_sizes": divisors(lanes)},
+        )
+    return replace(asked, seed=seed, lanes=lanes)
+
+
+def check_start(start: m.StartPoint, settings: m.JobSettings, rows: int) -> None:
+    """Raise ``StateMismatch`` for a checkpoint that does not fit the settings and the data."""
+    if start.kind != "checkpoint":
+        return
+    lanes = settings.lanes or 1
+    if len(start.taken) != lanes:
+        raise StateMismatch(
+            f"the state has counts for {len(start.taken)} lanes", cause=f"the job has {lanes}", detail={"lanes": lanes}
+        )
+    taken = np.asarray(start.taken, np.int64)
+    if start.epoch < 0 or start.step < 0 or (taken < 0).any() or (taken > lane_sizes(rows, lanes)).any():
+        raise StateMismatch(
+            "the state's position is not inside an epoch of this dataset",
+            cause=f"{int(taken.sum())} rows taken in {lanes} lanes, the dataset has {rows} rows",
+        )
+
+
+def latest(job: Job) -> m.StartPoint:
+    """The start point the record stands for: rows acknowledged in the lowest epoch that is not over for all ranks.
+
+    A rank that is past that epoch has taken everything of its lanes there.
+    """
+    if not job.has_progress():
+        return m.StartPoint(kind="fresh")
+    generation = job.current
+    settings, epoch = generation.settings, job.open_epoch()
+    start = generation.start
+    sizes = books.sizes_of(generation)
+    taken = books.start_counts(generation, epoch).copy()
+    step = start.step if epoch == start.epoch else 0
+    for rank in range(settings.world_size):
+        own = slice(rank, settings.lanes, settings.world_size)
+        record = job.ranks.get(epoch, {}).get(rank)
+        if job.rank_epoch(rank) > epoch:
+            taken[own] = sizes[own]
+        elif record is not None:
+            taken[own] = record.progress.acked
+        if record is not None:
+            step = max(step, record.progress.acked_step)
+    first = start.first_epoch
+    if settings.epochs is not None and epoch >= first + settings.epochs:
+        first = epoch - (epoch - first) % settings.epochs
+    return m.StartPoint(
+        kind="checkpoint",
+        epoch=epoch,
+        step=step,
+        taken=tuple(taken.tolist()),
+        first_epoch=first,
+        generation=generation.number,
+        world_size=settings.world_size,
+        skip=settings.on_error == "skip",
+    )
+
+
+def check_identity(job: Job, asked: m.JobSettings) -> None:
+    """Raise ``StateMismatch`` when "latest" would put the record's position on other data or another order."""
+    record = job.current.settings
+    differences = [
+        text
+        for name, text in setting_differences(record, asked)
+        if name in IDENTITY and not (name in ("seed", "lanes") and getattr(asked, name) is None)
+    ]
+    if differences:
+        raise StateMismatch(f"the record of job {job.name} belongs to something else", cause="; ".join(differences))
+
+
+def setting_differences(job: m.JobSettings, asked: m.JobSettings) -> list[tuple[str, str]]:
+    """(name, "name: job has X, this rank asks Y") of each setting that differs; seed and lanes None differ from nothing."""
+    found = []
+    for name in job.__struct_fields__:
+        have, want = getattr(job, name), getattr(asked, name)
+        if name in ("seed", "lanes") and want is None:
+            continue
+        if name == "sources":
+            have, want = [(s.digest, s.weight) for s in have], [(s.digest, s.weight) for s in want]
+        if have != want:
+            found.append((name, f"{name}: job has {_show(have)}, this rank asks {_show(want)}"))
+    return found
+
+
+def start_differences(generation: GenerationRecord, asked: m.StartPoint) -> list[tuple[str, str]]:
+    """The same for start points. "latest" equals a generation that was opened with "latest"."""
+    have = generation.start
+    if generation.latest or asked.kind == "latest":
+        if generation.latest and asked.kind == "latest":
+            return []
+        kind = "latest" if generation.latest else have.kind
+        return [("start", f"start: job has {kind}, this rank asks {asked.kind}")]
+    found = []
+    for name in ("kind", "epoch", "step"):
+        if getattr(have, name) != getattr(asked, name):
+            found.append((name, f"{name}: job has {getattr(have, name)}, this rank asks {getattr(asked, name)}"))
+    if not found and tuple(have.taken) != tuple(asked.taken):
+        found.append(
+            ("taken", f"rows taken: job has {_show(list(have.taken))}, this rank asks {_show(list(asked.taken))}")
+        )
+    return found
+
+
+def replace(settings: m.JobSettings, **changes: Any) -> m.JobSettings:
+    """A copy of ``settings`` with some fields changed."""
+    return msgspec.structs.replace(settings, **changes)
+
+
+def _show(value: object) -> str:
+    if isinstance(value, msgspec.Struct):
+        inner = ", ".join(f"{name}={getattr(value, name)!r}" for name in value.__struct_fields__)
+        return f"{type(value).__name__}({inner})"
+    text = repr(value)
+    return text if len(text) <= 120 else text[:117] + "..."

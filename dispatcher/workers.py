@@ -1,0 +1,202 @@
+"""The workers: who is there, how they are, and which of them may serve a shard. Memory only.
+
+(unknown) --register--> up <--heartbeat--> draining --leave--> (unknown)
+                        up, draining --lease over--> lost --register, heartbeat--> up
+suspect: a client could not reach it; not used until its next heartbeat
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Literal
+
+from manifests.errors import ConfigError
+from manifests.wire import messages as m
+
+from . import events
+from .effects import Outbox
+
+#: a worker that a client avoids is used as a last resort only if it was heard within this many seconds
+FRESH = 2.0
+#: seconds a lost worker stays in the list
+FORGET = 600.0
+#: failure codes that mean nothing answered at the worker's address
+UNREACHABLE = frozenset({"unreachable", "peer-unreachable", "refused"})
+
+
+@dataclass(slots=True)
+class Worker:
+    """One worker as the dispatcher sees it. Times are on the driver's monotonic clock."""
+
+    message: m.RegisterWorker
+    heard: float
+    beat: m.Heartbeat | None = None
+    draining: bool = False
+    lost: bool = False
+    suspect: bool = False
+    failures: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def state(self) -> Literal["up", "draining", "lost"]:
+        if self.lost:
+            return "lost"
+        return "draining" if self.draining else "up"
+
+    @property
+    def capabilities(self) -> tuple[str, ...]:
+        beat = self.beat
+        return beat.capabilities if beat is not None and beat.capabilities else self.message.capabilities
+
+    def can_read(self, shard_format: str) -> bool:
+        """Whether it reads this format: ``format:NAME`` capabilities, or any format when it lists none."""
+        formats = [c for c in self.capabilities if c.startswith("format:")]
+        return not formats or f"format:{shard_format}" in formats
+
+
+class Workers:
+    """Registry of workers."""
+
+    def __init__(self, out: Outbox, lease: float, keys: Callable[[], dict[str, bytes]]) -> None:
+        self._out = out
+        self._lease = lease
+        self._keys = keys
+        self.by_id: dict[str, Worker] = {}
+        self._drains: set[str] = set()
+        #: when the last usable worker went away, or this dispatcher began to lead
+        self._none_since: float | None = None
+
+    def start(self, at: float) -> None:
+        """This dispatcher begins to lead: nobody has registered yet."""
+        self._none_since = at
+
+    # -- events
+
+    def on_register(self, event: events.WorkerRegistered) -> None:
+        message = event.message
+        if not message.id or not message.address:
+            raise ConfigError(
+                "a worker must have an id and an address", cause=f"got {message.id!r}, {message.address!r}"
+            )
+        old = self.by_id.get(message.id)
+        if old is not None and old.message.incarnation != message.incarnation and not old.lost:
+            self._out.log(
+                logging.WARNING,
+                f"worker {message.id} registered from {message.address} while the one at {old.message.address} was "
+                "last seen up: taken as its restart",
+            )
+        draining = message.draining or message.id in self._drains
+        self.by_id[message.id] = Worker(message, heard=event.at, draining=draining)
+        self._note_none(event.at)
+        self._out.log(logging.INFO, f"worker {message.id} registered, advertised address {message.address}")
+        self._welcome(event, known=True, drain=message.id in self._drains)
+
+    def on_heartbeat(self, event: events.WorkerHeartbeatReceived) -> None:
+        beat = event.message
+        worker = self.by_id.get(beat.id)
+        if worker is None or worker.message.incarnation != beat.incarnation:
+            self._welcome(event, known=False, drain=False)
+            return
+        if worker.lost:
+            self._out.log(logging.INFO, f"worker {beat.id} is back")
+        worker.heard, worker.beat = event.at, beat
+        worker.lost = worker.suspect = False
+        worker.draining = beat.draining or beat.id in self._drains
+        self._note_none(event.at)
+        self._welcome(event, known=True, drain=beat.id in self._drains)
+
+    def on_left(self, event: events.WorkerLeft) -> None:
+        worker = self.by_id.get(event.message.id)
+        if worker is not None and worker.message.incarnation == event.message.incarnation:
+            del self.by_id[event.message.id]
+            self._drains.discard(event.message.id)
+            self._out.log(logging.INFO, f"worker {event.message.id} left")
+            self._note_none(event.at)
+        self._out.reply(event.request, m.Done())
+
+    def on_drain(self, event: events.DrainRequested) -> None:
+        worker = self.by_id.get(event.message.id)
+        if worker is None:
+            known = ", ".join(sorted(self.by_id)) or "none"
+            raise ConfigError(f"unknown worker {event.message.id!r}", cause=f"registered workers: {known}")
+        self._drains.add(event.message.id)
+        worker.draining = True
+        self._note_none(event.at)
+        self._out.log(logging.INFO, f"worker {event.message.id} drains")
+        self._out.reply(event.request, m.Done())
+
+    def on_time(self, at: float) -> None:
+        for name, worker in list(self.by_id.items()):
+            if not worker.lost and at - worker.heard > self._lease:
+                worker.lost = True
+                self._out.log(
+                    logging.WARNING,
+                    f"worker {name} at {worker.message.address} is lost: not heard for {at - worker.heard:.1f} s",
+                )
+            elif worker.lost and at - worker.heard > self._lease + FORGET:
+                del self.by_id[name]
+                self._drains.discard(name)
+        self._note_none(at)
+
+    def on_failure(self, failure: m.ReadFailure, job: str) -> None:
+        """A client's read failed on a worker."""
+        worker = self.by_id.get(failure.worker)
+        if worker is None:
+            return
+        worker.failures[failure.code] = worker.failures.get(failure.code, 0) + 1
+        if failure.code in UNREACHABLE and not worker.suspect:
+            worker.suspect = True
+            self._out.log(
+                logging.WARNING,
+                f"worker {failure.worker} cannot be reached by job {job} at its advertised address "
+                f"{worker.message.address}: {failure.message or failure.code} (set --advertise if it is wrong)",
+            )
+        elif failure.code not in UNREACHABLE:
+            self._out.log(
+                logging.INFO,
+                f"job {job}: read of shard {failure.shard} failed on worker {failure.worker}: {failure.code} "
+                f"{failure.message}",
+            )
+
+    # -- who may serve
+
+    def candidates(self, at: float, avoid: Collection[str]) -> list[Worker]:
+        """Workers that take new shards; those a client avoids only when there is no other, and heard just now."""
+        usable = self._usable()
+        found = [w for w in usable if w.message.id not in avoid and not w.suspect]
+        return found or [w for w in usable if at - w.heard <= FRESH]
+
+    def none_reason(self, at: float, avoid: Collection[str] = ()) -> str:
+        """Why there is no worker now."""
+        usable = self._usable()
+        if usable:
+            names = ", ".join(sorted(w.message.id for w in usable)[:5])
+            return f"no worker answers this client (tried: {names})"
+        seconds = at - self._none_since if self._none_since is not None else 0.0
+        rest = f"; {len(self.by_id)} lost or draining" if self.by_id else ""
+        return f"no worker is up (for {seconds:.0f} s{rest})"
+
+    def get(self, name: str) -> Worker | None:
+        return self.by_id.get(name)
+
+    def _usable(self) -> list[Worker]:
+        return [w for w in self.by_id.values() if not w.lost and not w.draining]
+
+    def _note_none(self, at: float) -> None:
+        if self._usable():
+            self._none_since = None
+        elif self._none_since is None:
+            self._none_since = at
+
+    def _welcome(self, event: events.Event, *, known: bool, drain: bool) -> None:
+        self._out.reply(
+            event.request,
+            m.WorkerWelcome(
+                known=known,
+                now_ms=event.now_ms,
+                lease_ms=round(self._lease * 1000),
+                keys=self._keys() if known else {},
+                drain=drain,
+            ),
+        )
