@@ -14,4 +14,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM."""
-    return program.run(args)
+    return program.serve(program.config_from(args))
