@@ -230,7 +230,7 @@ class Manifest:
             sink,
             compression="zstd",
             use_dictionary=["format"],
-            row_group_size=1 << 17,
+            row_group_size=1 << 16,
             write_statistics=False,
         )
         return bytes(sink.getvalue())
@@ -242,8 +242,12 @@ class Manifest:
         Raises:
             ConfigError: no manifest, damaged, or of a newer format version.
         """
+        return cls._read(pa.BufferReader(data), where)
+
+    @classmethod
+    def _read(cls, source: pa.NativeFile, where: str) -> Manifest:
         try:
-            file = pq.ParquetFile(pa.BufferReader(data), read_dictionary=["format"])
+            file = pq.ParquetFile(source, read_dictionary=["format"])
             meta = (file.schema_arrow.metadata or {}).get(_META)
         except (pa.ArrowException, OSError, ValueError) as error:
             raise ConfigError(f"{where} is not a manifest", cause=_line(error), remedy=_BUILD) from None
@@ -253,7 +257,7 @@ class Manifest:
             )
         head = _head(meta, where)
         try:
-            manifest = cls(head.name, head.version, head.fields, head.labels, file.read(use_threads=False))
+            manifest = cls(head.name, head.version, head.fields, head.labels, _read_table(file))
         except (pa.ArrowException, OSError, ValueError, KeyError) as error:
             raise ConfigError(f"{where} is damaged", cause=_line(error), remedy=_BUILD) from None
         if manifest.digest != head.digest:
@@ -269,8 +273,8 @@ class Manifest:
             ConfigError: it is not there, no manifest, damaged, or of a newer format version.
         """
         try:
-            with pa.memory_map(os.fspath(path)) as file:
-                return cls.from_bytes(file.read_buffer(), f"manifest {os.fspath(path)}")
+            with pa.OSFile(os.fspath(path)) as file:
+                return cls._read(file, f"manifest {os.fspath(path)}")
         except OSError as error:
             raise ConfigError(f"manifest {os.fspath(path)} cannot be read", cause=_line(error), remedy=_BUILD) from None
 
@@ -297,6 +301,12 @@ class Manifest:
 
 
 _BUILD = "make one with `feedline manifest build`"
+
+
+def _read_table(file: pq.ParquetFile) -> pa.Table:
+    """All rows, a row group at a time: reading them at once would take twice the memory for a moment."""
+    groups = [file.read_row_group(at) for at in range(file.num_row_groups)]
+    return pa.concat_tables(groups) if groups else file.read()
 
 
 def _head(meta: bytes, where: str) -> _Head:
@@ -326,6 +336,8 @@ def _checked_table(table: pa.Table) -> pa.Table:
         if table[name].null_count:
             raise ConfigError(f"a shard without {name}")
     for name in ("rows", "bytes"):
+        at = _SCHEMA.get_field_index(name)
+        table = table.set_column(at, _SCHEMA.field(name), pa.chunked_array([table[name].combine_chunks()], pa.int64()))
         values = _numbers(table, name)
         if len(values) and int(values.min()) < 0:
             at = int(np.argmin(values))
@@ -348,10 +360,8 @@ def _check_fields(fields: tuple[Field, ...]) -> None:
 
 
 def _numbers(table: pa.Table, name: str) -> I64:
-    column = table[name]
-    if column.num_chunks == 1:
-        return np.asarray(column.chunk(0).to_numpy(zero_copy_only=False), np.int64)
-    return np.asarray(column.to_numpy(), np.int64)
+    """A number column of a checked table, which has it in one chunk, without a copy."""
+    return np.asarray(table[name].chunk(0).to_numpy(), np.int64)
 
 
 def _frozen(values: I64) -> I64:
@@ -360,22 +370,25 @@ def _frozen(values: I64) -> I64:
     return view
 
 
-def _text_parts(column: pa.ChunkedArray) -> list[Any]:
+def _text_parts(column: pa.ChunkedArray) -> Iterator[Any]:
     """A text column as bytes to hash: count, end offsets (int64 little-endian), text. Independent of chunks."""
-    parts: list[Any] = [len(column).to_bytes(8, "little")]
-    arrays = [chunk.cast(pa.large_utf8()) for chunk in column.chunks]
+    yield len(column).to_bytes(8, "little")
     done = 0
-    texts = []
-    for array in arrays:
-        _, offsets, data = array.buffers()
-        if not len(array):
-            continue
-        ends = np.frombuffer(offsets, "<i8", len(array) + 1, array.offset * 8)
-        first, last = int(ends[0]), int(ends[-1])
-        parts.append((ends[1:] - (first - done)).astype("<i8", copy=False))
-        texts.append(memoryview(data)[first:last] if data is not None else b"")
-        done += last - first
-    return parts + texts
+    for ends, _ in _text_chunks(column):
+        yield (ends[1:] - (int(ends[0]) - done)).astype("<i8", copy=False)
+        done += int(ends[-1] - ends[0])
+    for ends, data in _text_chunks(column):
+        yield data[int(ends[0]) : int(ends[-1])]
+
+
+def _text_chunks(column: pa.ChunkedArray) -> Iterator[tuple[I64, memoryview]]:
+    """Offsets (one more than values) and data of each chunk that is not empty."""
+    for chunk in column.chunks:
+        if len(chunk):
+            array = chunk.cast(pa.large_utf8())
+            _, offsets, data = array.buffers()
+            ends = np.frombuffer(offsets, "<i8", len(array) + 1, array.offset * 8)
+            yield ends, memoryview(data if data is not None else b"")
 
 
 def _digest_of(fields: tuple[Field, ...], labels: Labels, table: pa.Table) -> str:

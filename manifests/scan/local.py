@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable
 from types import TracebackType
@@ -134,12 +135,13 @@ class HashingBytes:
     left. For one thread only.
     """
 
-    def __init__(self, source: Source, progress: Callable[[int], None] | None = None) -> None:
+    def __init__(self, source: Source, progress: Callable[[int], None] | None = None, kind: str = "blake3") -> None:
         self.name = source.name
         self.size = source.size
         self._source = source
         self._progress = progress
-        self._hash = blake3()
+        self._kind = kind
+        self._hash = hashlib.sha256() if kind == "sha256" else blake3()
         self._start = 0
         self._chunk = memoryview(b"")
 
@@ -171,7 +173,7 @@ class HashingBytes:
         return True
 
     def content_id(self) -> str:
-        """``blake3:<hex>`` of all bytes."""
+        """``blake3:<hex>`` (or ``sha256:<hex>``, by ``kind``) of all bytes."""
         while self._next():
             pass
-        return "blake3:" + self._hash.hexdigest()
+        return f"{self._kind}:" + self._hash.hexdigest()
