@@ -81,3 +81,17 @@ def _open_files() -> dict[str, str]:
         if not target.startswith(("anon_inode:", "/dev/", "/proc/", "/memfd:")):
             found[entry.name + target] = target
     return found
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seed", type=int, default=1, help="seed of random faults (make chaos prints the one it takes)")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"seed of random faults: {config.getoption('--seed')}"
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """Seed for random moments and choices of faults; fixed in ``make test``, drawn and printed by ``make chaos``."""
+    return int(request.config.getoption("--seed"))
