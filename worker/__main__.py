@@ -63,7 +63,7 @@ def config_from(args: argparse.Namespace) -> WorkerConfig:
 def _advertise(text: str) -> Address:
     """HOST:PORT, or HOST alone for the bound port."""
     value = text.strip()
-    alone = value.startswith("[") and value.endswith("]") or ":" not in value
+    alone = ":" not in value or (value.startswith("[") and value.endswith("]"))
     return parse_address(f"{value}:0" if alone else value, what="--advertise")
 
 

@@ -11,6 +11,7 @@ from manifests.wire.connection import Address
 
 #: least memory a worker can work with, bytes
 LEAST_MEMORY = 8 << 20
+DEFAULT_LISTEN = Address("127.0.0.1", 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,7 @@ class WorkerConfig:
     dispatchers: tuple[Address, ...]
     id: str
     memory: int = 1 << 30
-    listen: Address = Address("127.0.0.1", 0)
+    listen: Address = DEFAULT_LISTEN
     advertise: Address | None = None
     lease: float = 10.0
     threads: int = 1
