@@ -1,0 +1,448 @@
+"""Audit arithmetic: rewinds, skips, drops, abandoned ranks, lost and repeated rows, folded epochs."""
+
+import msgspec
+import numpy as np
+import pytest
+from core_bench import Bench, Rank, sum_of, whole_taken
+
+from dispatcher import job as job_module
+from manifests.errors import ConfigError, ProtocolError
+from manifests.identity import id_sum
+from manifests.wire import messages as m
+
+ROWS = 24  # of the bench's default manifest
+
+
+@pytest.fixture
+def bench():
+    return Bench()
+
+
+def start_at(ranks, step, epoch=0, **fields):
+    return m.StartPoint(
+        kind="checkpoint",
+        epoch=epoch,
+        step=step,
+        taken=whole_taken(ranks),
+        generation=ranks[0].opened.generation,
+        **fields,
+    )
+
+
+def run_epoch(bench, world=1, epoch=0, opened=None, **settings):
+    """All ranks take an epoch to its end and close."""
+    opened = opened or [bench.open(r, world_size=world, **settings) for r in range(world)]
+    for r, found in enumerate(opened):
+        bench.report(found, r, Rank(bench, found, r, epoch).finish(settings.get("tail", "pad")))
+    return opened
+
+
+def counts(document):
+    keys = ("handed_out", "acknowledged", "lost", "repeated", "skipped", "dropped", "abandoned", "rewound", "open")
+    return {key: document[key] for key in keys if document[key]}
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_a_whole_epoch_balances(bench, world):
+    run_epoch(bench, world)
+    document = bench.audit()
+    assert document["state"] == "complete"
+    assert counts(document) == {"handed_out": ROWS, "acknowledged": ROWS}
+    assert document["shards"] == [] and document["rows"] == ROWS and document["schema"] == 1
+
+
+def test_the_document_has_exactly_the_contract_s_keys(bench):
+    run_epoch(bench)
+    assert list(bench.audit()) == [
+        "schema", "job", "generation", "epoch", "state", "rows", "handed_out", "acknowledged", "lost", "repeated",
+        "skipped", "dropped", "abandoned", "rewound", "quarantined", "padded", "open", "shards",
+    ]  # fmt: skip
+
+
+def test_an_open_epoch_is_running_and_after_the_lease_stopped(bench):
+    opened = bench.open()
+    rank = Rank(bench, opened, 0)
+    rank.hand()
+    rank.ack()
+    rank.hand()
+    rank.send()
+    document = bench.audit()
+    assert document["state"] == "running"
+    assert counts(document) == {"handed_out": 4, "acknowledged": 2, "open": 22}
+    bench.at += 11
+    assert bench.audit()["state"] == "stopped"
+
+
+def test_a_job_without_reports_is_all_open(bench):
+    bench.open()
+    assert counts(bench.audit()) == {"open": ROWS}
+
+
+def test_unknown_epochs_are_refused(bench):
+    bench.open()
+    for epoch in (-1, 1):
+        with pytest.raises(ConfigError, match="has been in epochs 0 to 0"):
+            bench.audit(epoch=epoch)
+
+
+# -- tails, skips, abandoned
+
+
+def test_drop_drops_less_than_a_global_batch(bench):
+    opened = [bench.open(r, world_size=2, batch_size=5, tail="drop") for r in range(2)]
+    for r, found in enumerate(opened):
+        bench.report(found, r, Rank(bench, found, r).finish("drop"))
+    document = bench.audit()
+    assert document["state"] == "complete"
+    assert counts(document) == {"handed_out": 20, "acknowledged": 20, "dropped": 4}
+
+
+def test_rows_missing_beyond_the_drop_rule_are_lost(bench):
+    opened = bench.open(tail="drop", batch_size=2)
+    rank = Rank(bench, opened, 0)
+    for _ in range(9):
+        rank.hand()
+    rank.ack()
+    rank.send("finished")
+    document = bench.audit()
+    assert counts(document) == {"handed_out": 18, "acknowledged": 18, "dropped": 1, "lost": 5}
+
+
+def test_rows_a_finished_rank_never_handed_out_are_lost(bench):
+    opened = bench.open()
+    rank = Rank(bench, opened, 0)
+    rank.hand()
+    rank.ack()
+    rank.send("finished")
+    assert counts(bench.audit()) == {"handed_out": 2, "acknowledged": 2, "lost": 22}
+    assert bench.audit()["shards"][0]["note"] == "22 rows were never handed out"
+
+
+def test_skipped_rows_are_counted_and_pads_too(bench):
+    opened = bench.open(on_error="skip")
+    rank = Rank(bench, opened, 0)
+    rank.hand(2, skip=3)
+    rank.padded = 3
+    bench.report(opened, 0, rank.finish())
+    document = bench.audit()
+    assert counts(document) == {"handed_out": 21, "acknowledged": 21, "skipped": 3}
+    assert document["padded"] == 3 and document["state"] == "complete"
+
+
+def test_skipped_rows_not_acknowledged_are_still_open(bench):
+    opened = bench.open(on_error="skip")
+    rank = Rank(bench, opened, 0)
+    rank.hand(2, skip=1)
+    rank.ack()
+    rank.hand(2, skip=1)
+    rank.send()
+    assert counts(bench.audit()) == {"handed_out": 4, "acknowledged": 2, "skipped": 1, "open": 21}
+
+
+def test_a_rank_that_leaves_early_abandons_its_rows(bench):
+    opened = [bench.open(r, world_size=2) for r in range(2)]
+    bench.report(opened[0], 0, Rank(bench, opened[0], 0).finish())
+    early = Rank(bench, opened[1], 1)
+    early.hand()
+    early.ack()
+    early.hand()
+    early.send("abandoned")
+    document = bench.audit()
+    assert document["state"] == "complete"
+    assert counts(document) == {"handed_out": 16, "acknowledged": 14, "abandoned": 10}
+
+
+# -- start points
+
+
+def test_rows_past_a_start_point_are_rewound(bench):
+    opened = bench.open()
+    rank = Rank(bench, opened, 0)
+    for _ in range(3):
+        rank.hand()
+    start = start_at([rank], 3)
+    for _ in range(4):
+        rank.hand()
+    rank.send()
+    again = bench.open(uid="new", dead=("u0",), start=start)
+    second = Rank(bench, again, 0)
+    bench.report(again, 0, second.finish(), uid="new")
+    document = bench.audit()
+    assert document["generation"] == 2 and document["state"] == "complete"
+    assert counts(document) == {"handed_out": 32, "acknowledged": 24, "rewound": 8}
+
+
+def test_a_start_point_vouches_for_rows_no_report_told_of(bench):
+    opened = bench.open()
+    rank = Rank(bench, opened, 0)
+    rank.hand()
+    rank.ack()
+    rank.send()
+    rank.hand()
+    rank.hand()
+    again = bench.open(uid="new", dead=("u0",), start=start_at([rank], 3))
+    second = Rank(bench, again, 0)
+    bench.report(again, 0, second.finish(), uid="new")
+    assert counts(bench.audit()) == {"handed_out": 24, "acknowledged": 24}
+
+
+def test_a_chain_follows_parents_not_numbers(bench):
+    """Generation 3 goes on from a later checkpoint of generation 1: what generation 2 handed out is rewound."""
+    opened = bench.open()
+    rank = Rank(bench, opened, 0)
+    rank.hand()
+    early = start_at([rank], 1)
+    for _ in range(4):
+        rank.hand()
+    late = start_at([rank], 5)
+    rank.send()
+    second_open = bench.open(uid="b", dead=("u0",), start=early)
+    second = Rank(bench, second_open, 0)
+    second.hand()
+    bench.report(second_open, 0, second.progress(), uid="b")
+    third_open = bench.open(uid="c", dead=("b",), start=late)
+    third = Rank(bench, third_open, 0)
+    bench.report(third_open, 0, third.finish(), uid="c")
+    assert counts(bench.audit()) == {"handed_out": 26, "acknowledged": 24, "rewound": 2}
+
+
+def test_resume_on_another_world_size_balances(bench):
+    opened = [bench.open(r, world_size=2) for r in range(2)]
+    ranks = [Rank(bench, found, r) for r, found in enumerate(opened)]
+    for rank in ranks:
+        for _ in range(3):
+            rank.hand()
+    start = start_at(ranks, 3)
+    for rank in ranks:
+        rank.hand()
+        rank.ack()
+        rank.send()
+    again = [bench.open(r, f"v{r}", world_size=3, start=start, dead=("u0", "u1"), epochs=4) for r in range(3)]
+    for r, found in enumerate(again):
+        bench.report(found, r, Rank(bench, found, r).finish(), uid=f"v{r}")
+    assert counts(bench.audit()) == {"handed_out": 28, "acknowledged": 24, "rewound": 4}
+
+
+def test_skipped_rows_before_and_after_a_start_point(bench):
+    opened = bench.open(on_error="skip")
+    rank = Rank(bench, opened, 0)
+    rank.hand(2, skip=1)
+    start = start_at([rank], 1)
+    rank.hand(2, skip=2)
+    rank.ack()
+    rank.send()
+    again = bench.open(uid="new", dead=("u0",), start=start, on_error="skip")
+    second = Rank(bench, again, 0)
+    second.hand(2, skip=2)
+    bench.report(again, 0, second.finish(), uid="new")
+    assert counts(bench.audit()) == {"handed_out": 23, "acknowledged": 21, "skipped": 3, "rewound": 2}
+
+
+def test_a_start_point_voids_abandoned_rows_after_it(bench):
+    opened = bench.open()
+    rank = Rank(bench, opened, 0)
+    rank.hand()
+    start = start_at([rank], 1)
+    rank.hand()
+    rank.ack()
+    rank.send("abandoned")
+    assert bench.audit()["abandoned"] == 20
+    again = bench.open(start=start)
+    bench.report(again, 0, Rank(bench, again, 0).finish())
+    assert counts(bench.audit()) == {"handed_out": 26, "acknowledged": 24, "rewound": 2}
+
+
+@pytest.mark.parametrize(
+    "tail, expected",
+    [("pad", {"handed_out": 24, "acknowledged": 24}), ("drop", {"handed_out": 20, "acknowledged": 20, "dropped": 4})],
+)
+def test_an_epoch_before_the_start_point_is_complete_even_if_the_last_report_is_missing(bench, tail, expected):
+    opened = bench.open(epochs=3, tail=tail, batch_size=10)
+    rank = Rank(bench, opened, 0)
+    rank.hand()
+    rank.ack()
+    rank.send()
+    start = m.StartPoint(kind="checkpoint", epoch=1, step=0, taken=(0,) * 12, generation=1)
+    bench.open(uid="new", dead=("u0",), start=start, epochs=3, tail=tail, batch_size=10)
+    document = bench.audit(epoch=0)
+    assert document["state"] == "complete" and counts(document) == expected
+
+
+def test_epochs_after_a_start_point_are_void(bench):
+    opened = bench.open(epochs=3)
+    first = Rank(bench, opened, 0)
+    first.hand()
+    start = start_at([first], 1)
+    bench.report(opened, 0, first.finish())
+    second = Rank(bench, opened, 0, epoch=1)
+    second.hand()
+    bench.report(opened, 0, second.progress())
+    again = bench.open(start=start, epochs=3)
+    assert bench.audit()["epoch"] == 0
+    bench.report(again, 0, Rank(bench, again, 0).finish())
+    next_epoch = Rank(bench, again, 0, epoch=1)
+    bench.report(again, 0, next_epoch.finish())
+    assert counts(bench.audit(epoch=0)) == {"handed_out": 46, "acknowledged": 24, "rewound": 22}
+    assert counts(bench.audit(epoch=1)) == {"handed_out": 26, "acknowledged": 24, "rewound": 2}
+
+
+def test_a_state_of_another_job_vouches_for_what_came_before(bench):
+    opened = bench.open(job="other")
+    rank = Rank(bench, opened, 0)
+    for _ in range(3):
+        rank.hand()
+    again = bench.open(start=start_at([rank], 3), seed=opened.settings.seed)
+    bench.report(again, 0, Rank(bench, again, 0).finish())
+    assert counts(bench.audit()) == {"handed_out": 24, "acknowledged": 24}
+
+
+def test_a_fresh_start_begins_a_new_line(bench):
+    run_epoch(bench)
+    again = bench.open(uid="new", dead=("u0",))
+    assert counts(bench.audit()) == {"open": 24}
+    bench.report(again, 0, Rank(bench, again, 0).finish(), uid="new")
+    assert counts(bench.audit()) == {"handed_out": 24, "acknowledged": 24}
+
+
+# -- wrong books
+
+
+def test_a_lost_and_a_repeated_row_are_found_without_details(bench):
+    """The rank says that all is well, but its batches held one row twice and lacked another."""
+    opened = bench.open()
+    rank = Rank(bench, opened, 0)
+    good = rank.finish()
+    ids = [*rank.ids[:-1], rank.ids[0]]
+    bench.report(opened, 0, msgspec.structs.replace(good, handed_out=sum_of(ids), acknowledged=sum_of(ids)))
+    document = bench.audit()
+    assert document["state"] == "complete"
+    assert (document["lost"], document["repeated"], document["acknowledged"]) == (1, 1, 23)
+    assert document["shards"] == [
+        {"source": 0, "shard": None, "note": "the ids handed out are not those of the plan; no rank told which"}
+    ]
+
+
+def test_details_give_exact_counts(bench):
+    opened = bench.open()
+    rank = Rank(bench, opened, 0)
+    good = rank.finish()
+    ids = [i for i in range(24) if i not in (3, 4, 5)] + [0]
+    details = (
+        m.ShardSum(source=0, shard=0, planned=3, handed_out=4, repeated=(0,)),
+        m.ShardSum(source=0, shard=1, planned=5, handed_out=2, lost=(3, 4, 5)),
+    )
+    bench.report(opened, 0, msgspec.structs.replace(good, handed_out=sum_of(ids), unbalanced=details))
+    document = bench.audit()
+    assert (document["lost"], document["repeated"], document["acknowledged"]) == (3, 1, 21)
+    assert document["handed_out"] == 22 == document["acknowledged"] + document["repeated"]
+    assert [entry["shard"] for entry in document["shards"]] == [0, 1]
+
+
+def test_details_that_do_not_explain_the_sum_count_at_least_one_more(bench):
+    opened = bench.open()
+    good = Rank(bench, opened, 0).finish()
+    ids = [i for i in range(24) if i not in (3, 10)] + [0]
+    details = (m.ShardSum(source=0, shard=1, planned=5, handed_out=4, lost=(3,)),)
+    bench.report(opened, 0, msgspec.structs.replace(good, handed_out=sum_of(ids), unbalanced=details))
+    document = bench.audit()
+    assert document["lost"] == 2 and document["repeated"] == 1
+
+
+def test_a_client_that_plans_another_order_is_found(bench):
+    """Both of the rank's own sums agree, but they are not the plan's."""
+    opened = bench.open()
+    rank = Rank(bench, opened, 0)
+    rank.hand(12)
+    rank.ack()
+    wrong = sorted(set(range(24)) - set(rank.ids))[:12]
+    bench.report(opened, 0, rank.progress(source=sum_of(wrong), handed_out=sum_of(wrong)))
+    document = bench.audit()
+    assert document["lost"] == document["repeated"] == 1
+    assert "planned" in document["shards"][0]["note"]
+
+
+@pytest.mark.parametrize(
+    "change", [{"handed": (1,)}, {"acked": (9,) * 12}, {"handed": (3,) * 12}, {"acked_skipped": 1}, {"epoch": -1}]
+)
+def test_books_that_cannot_be_are_refused(bench, change):
+    opened = bench.open()
+    rank = Rank(bench, opened, 0)
+    with pytest.raises(ProtocolError, match="books of rank 0"):
+        bench.report(opened, 0, msgspec.structs.replace(rank.progress(), **change))
+    assert not bench.state.jobs.by_name["train"].ranks
+
+
+def test_a_late_report_changes_nothing(bench):
+    opened = bench.open()
+    rank = Rank(bench, opened, 0)
+    rank.hand()
+    early = rank.progress()
+    rank.hand()
+    rank.ack()
+    bench.report(opened, 0, rank.progress())
+    before = bench.audit()
+    bench.report(opened, 0, early)
+    assert bench.audit() == before
+
+
+# -- folding
+
+
+def test_old_epochs_are_folded_and_audit_the_same(bench):
+    opened = [bench.open(r, world_size=2, epochs=None) for r in range(2)]
+    before = {}
+    for epoch in range(5):
+        run_epoch(bench, epoch=epoch, opened=opened)
+        before[epoch] = counts(bench.audit(epoch=epoch))
+    job = bench.state.jobs.by_name["train"]
+    assert sorted(job.ranks) == [3, 4] and sorted(job.folded) == [(1, 0), (1, 1), (1, 2)]
+    for epoch in range(5):
+        assert counts(bench.audit(epoch=epoch)) == before[epoch] == {"handed_out": 24, "acknowledged": 24}
+    bench.reload()
+    assert bench.audit(epoch=1)["acknowledged"] == 24
+    assert job.slowest()[0] == bench.state.jobs.by_name["train"].slowest()[0] == 5
+
+
+def test_a_folded_epoch_keeps_what_was_abandoned_skipped_and_lost(bench):
+    opened = bench.open(epochs=None, on_error="skip")
+    rank = Rank(bench, opened, 0)
+    rank.hand(2, skip=2)
+    rank.ack()
+    rank.send("abandoned")
+    for epoch in (1, 2):
+        run_epoch(bench, epoch=epoch, opened=[opened])
+    assert (1, 0) in bench.state.jobs.by_name["train"].folded
+    assert counts(bench.audit(epoch=0)) == {"handed_out": 2, "acknowledged": 2, "skipped": 2, "abandoned": 20}
+
+
+def test_the_store_does_not_grow_with_steps_or_epochs(bench, monkeypatch):
+    monkeypatch.setattr("dispatcher.progress.KEPT_EPOCHS", 10)
+    opened = bench.open(epochs=None)
+    sizes = []
+    for epoch in range(40):
+        rank = Rank(bench, opened, 0, epoch)
+        for _ in range(12):
+            rank.hand()
+            rank.ack()
+            rank.send()
+        rank.send("finished")
+        sizes.append((len(bench.stored), sum(map(len, bench.stored.values()))))
+    assert sizes[-1][0] == sizes[20][0]
+    assert sizes[-1][1] < sizes[20][1] * 1.1
+    assert job_module.KEPT_EPOCHS == 1000
+
+
+def test_many_rows_are_summed_in_pieces():
+    bench = Bench([100_000] * 6)
+    opened = bench.open(seed=1)
+    rank = Rank(bench, opened, 0)
+    ids = np.arange(600_000, dtype=np.int64)
+
+    whole = m.IdSum(count=600_000, value=id_sum(ids))
+    full = tuple(rank.sizes.tolist())
+    bench.report(
+        opened,
+        0,
+        rank.progress("finished", handed=full, acked=full, source=whole, handed_out=whole, acknowledged=whole),
+    )
+    assert counts(bench.audit()) == {"handed_out": 600_000, "acknowledged": 600_000}

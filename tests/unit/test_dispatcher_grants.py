@@ -1,0 +1,254 @@
+"""Grants: placement, what a rank waits for, fingerprints, expiry, open shards."""
+
+import pytest
+from core_bench import LEASE, Bench, Rank
+
+from dispatcher import events
+from dispatcher.grants import EXPIRY_MS, MAX_OPEN
+from manifests.errors import ConfigError, NoWorker
+from manifests.wire import codec
+from manifests.wire import messages as m
+
+
+@pytest.fixture
+def bench():
+    bench = Bench()
+    bench.worker("w1")
+    bench.worker("w2")
+    bench.worker("w3")
+    return bench
+
+
+def workers_of(grants):
+    return [grant.workers[0].id for grant in grants.grants]
+
+
+def test_a_grant_has_all_a_worker_needs(bench):
+    opened = bench.open(seed=9)
+    found = bench.ask(opened, shards=[2, 0])
+    assert [grant.shard for grant in found.grants] == [2, 0] and found.waiting == ""
+    grant = codec.open_signed(found.grants[0].signed, {"k1": b"s" * 32})
+    shard = bench.manifest.shards[2]
+    assert (grant.job, grant.generation, grant.rank, grant.epoch, grant.seed) == ("train", 1, 0, 0, 9)
+    assert (grant.manifest, grant.shard, grant.uri, grant.format) == (bench.digest, 2, shard.uri, "tar")
+    assert (grant.rows, grant.first_row, grant.last_row, grant.first_id) == (4, 0, 4, 8)
+    assert (grant.content_id, grant.tenant) == (shard.content_id, "default")
+    assert grant.workers == tuple(ref.id for ref in found.grants[0].workers) and len(grant.workers) == 3
+    assert found.now_ms == bench.now_ms and grant.expires_ms == bench.now_ms + EXPIRY_MS
+    assert found.grants[0].workers[0].address.startswith("127.0.0.1:900")
+
+
+def test_asking_again_keeps_the_worker_and_renews(bench):
+    opened = bench.open()
+    first = bench.ask(opened, shards=range(5))
+    stored = dict(bench.stored)
+    bench.at += 5
+    again = bench.ask(opened, shards=range(5))
+    assert workers_of(again) == workers_of(first)
+    assert again.grants[0].expires_ms == first.grants[0].expires_ms + 5000
+    assert bench.stored == stored  # a renewal is not written
+
+
+def test_ranks_share_the_worker_of_a_shard(bench):
+    opened = [bench.open(r, world_size=2) for r in range(2)]
+    assert workers_of(bench.ask(opened[0], 0, range(5))) == workers_of(bench.ask(opened[1], 1, range(5)))
+
+
+def test_an_avoided_worker_is_passed_over_and_used_only_as_a_last_resort(bench):
+    opened = bench.open()
+    first = workers_of(bench.ask(opened))[0]
+    other = workers_of(bench.ask(opened, avoid=(first,)))[0]
+    assert other != first
+    assert workers_of(bench.ask(opened)) == [other]  # and it stays there
+    everyone = ("w1", "w2", "w3")
+    assert bench.ask(opened, avoid=everyone).grants
+    bench.at += 3  # nobody was heard in the last 2 s
+    refused = bench.ask(opened, avoid=everyone)
+    assert not refused.grants and refused.waiting == "no worker answers this client (tried: w1, w2, w3)"
+
+
+def test_case_24_an_unreachable_worker_is_named_with_its_address_and_the_others_go_on(bench):
+    opened = bench.open()
+    first = workers_of(bench.ask(opened))[0]
+    failure = m.ReadFailure(worker=first, source=0, shard=0, code="unreachable", message="connection refused")
+    again = bench.ask(opened, failures=(failure,))
+    assert workers_of(again)[0] != first
+    line = next(text for text in bench.logs if "cannot be reached" in text)
+    assert first in line and f"127.0.0.1:900{first[1]}" in line and "--advertise" in line
+    for _ in range(3):
+        bench.ask(opened, failures=(failure,))
+    assert sum("cannot be reached" in text for text in bench.logs) == 1
+    bench.beat(first)
+    assert not bench.state.workers.get(first).suspect
+    assert bench.state.workers.get(first).failures == {"unreachable": 4}
+
+
+def test_no_grant_before_all_ranks_joined(bench):
+    opened = bench.open(0, world_size=4)
+    assert bench.ask(opened).waiting == "ranks 1, 2, 3 have not joined"
+    for rank in (1, 3):
+        bench.open(rank, world_size=4)
+    assert bench.ask(opened).waiting == "rank 2 has not joined"
+    bench.open(2, world_size=4)
+    assert bench.ask(opened).waiting == ""
+
+
+def test_a_rank_waits_when_it_is_more_than_two_epochs_ahead(bench):
+    opened = [bench.open(r, world_size=2, epochs=None) for r in range(2)]
+    for epoch in range(3):
+        bench.report(opened[0], 0, Rank(bench, opened[0], 0, epoch).finish())
+    assert bench.ask(opened[0], 0, epoch=2).waiting == ""
+    assert bench.ask(opened[0], 0, epoch=3).waiting == "rank 1 is still in epoch 0"
+    reply = bench.report(opened[1], 1, Rank(bench, opened[1], 1, 0).finish())
+    assert (reply.slowest_epoch, reply.slowest_rank) == (1, 1)
+    assert bench.ask(opened[0], 0, epoch=3).waiting == ""
+
+
+def test_a_closed_rank_holds_nobody_up(bench):
+    opened = [bench.open(r, world_size=2, epochs=None) for r in range(2)]
+    bench.report(opened[1], 1, leaving=True)
+    for epoch in range(5):
+        bench.report(opened[0], 0, Rank(bench, opened[0], 0, epoch).finish())
+    assert bench.ask(opened[0], 0, epoch=5).waiting == ""
+
+
+def test_no_worker_is_named_with_how_long():
+    bench = Bench()
+    opened = bench.open()
+    bench.wait(4)
+    assert bench.ask(opened).waiting == "no worker is up (for 4 s)"
+    bench.worker()
+    assert bench.ask(opened).grants
+    bench.wait(LEASE + 1)
+    opened = bench.open(uid="late")
+    bench.at += 2
+    assert bench.ask(opened, uid="late").waiting == "no worker is up (for 2 s; 1 lost or draining)"
+
+
+def test_a_format_no_worker_reads(bench):
+    for name in ("w1", "w2", "w3"):
+        bench.worker(name, capabilities=("format:arrow",))
+    assert bench.ask(bench.open()).waiting == "no worker that is up reads 'tar' shards"
+    bench.beat("w2", capabilities=("format:arrow", "format:tar"))
+    assert workers_of(bench.ask(bench.open(uid="b", dead=("u0",)), uid="b")) == ["w2"]
+
+
+def test_lost_and_draining_workers_get_nothing_new(bench):
+    opened = bench.open()
+    bench.apply(events.DrainRequested, message=m.DrainWorker(id="w1"))
+    assert bench.beat("w1").drain
+    bench.at += 6
+    bench.beat("w2")
+    bench.wait(5)  # w3 was not heard for 11 s
+    assert set(workers_of(bench.ask(opened, shards=range(5)))) == {"w2"}
+    with pytest.raises(ConfigError, match=r"unknown worker 'w9'.*w1, w2, w3"):
+        bench.apply(events.DrainRequested, message=m.DrainWorker(id="w9"))
+
+
+def test_no_shard_of_that_number(bench):
+    opened = bench.open()
+    with pytest.raises(ConfigError, match="no shard 5 of source 0"):
+        bench.ask(opened, shards=[5])
+
+
+# -- fingerprints
+
+
+def test_a_job_that_decodes_keeps_to_one_fingerprint():
+    bench = Bench()
+    bench.worker("w1", "pillow-1")
+    bench.worker("w2", "pillow-2")
+    bench.worker("w3", "pillow-2")
+    opened = bench.open(decodes=True)
+    assert set(workers_of(bench.ask(opened, shards=range(5)))) <= {"w2", "w3"}
+    bench.reload()
+    bench.worker("w1", "pillow-1")
+    waiting = bench.ask(opened).waiting
+    assert waiting == "no worker with decode fingerprint 'pillow-2' is up; there are 1 of 'pillow-1'"
+    bench.worker("w3", "pillow-2")
+    assert workers_of(bench.ask(opened)) == ["w3"]
+
+
+def test_a_resume_prefers_the_fingerprint_it_had_and_takes_another_if_that_is_gone():
+    bench = Bench()
+    bench.worker("w1", "pillow-1")
+    bench.worker("w2", "pillow-2")
+    bench.worker("w3", "pillow-2")
+    opened = bench.open(decodes=True)
+    bench.ask(opened)
+    rank = Rank(bench, opened, 0)
+    rank.hand()
+    rank.ack()
+    rank.send(leaving=True)
+    bench.worker("w1", "pillow-1")
+    latest = m.StartPoint(kind="latest")
+    again = bench.open(uid="b", decodes=True, start=latest)
+    assert workers_of(bench.ask(again, uid="b"))[0] in ("w2", "w3")
+    bench.report(again, uid="b", leaving=True)
+    bench.apply(events.WorkerLeft, message=m.LeaveWorker(id="w2", incarnation="w2-1"))
+    bench.apply(events.WorkerLeft, message=m.LeaveWorker(id="w3", incarnation="w3-1"))
+    third = bench.open(uid="c", decodes=True, start=latest)
+    assert workers_of(bench.ask(third, uid="c")) == ["w1"]
+
+
+def test_a_job_without_a_pipeline_takes_any_worker():
+    bench = Bench([1] * 60)
+    bench.worker("w1", "a")
+    bench.worker("w2", "b")
+    assert set(workers_of(bench.ask(bench.open(), shards=range(60)))) == {"w1", "w2"}
+
+
+# -- open shards
+
+
+def test_open_shards_are_bounded_and_the_oldest_go_first():
+    bench = Bench([1] * 700)
+    bench.worker()
+    opened = bench.open()
+    bench.ask(opened, shards=range(400))
+    bench.ask(opened, shards=range(300, 700))
+    mine = bench.state.jobs.by_name["train"].assignments[0]
+    assert len(mine) == MAX_OPEN and (0, 0, 399) in mine and (0, 0, 100) not in mine
+    many = bench.ask(opened, shards=range(600))
+    assert len(many.grants) == MAX_OPEN and many.waiting == "at most 512 shards are granted at a time"
+
+
+def test_done_shards_and_finished_epochs_are_closed(bench):
+    opened = bench.open()
+    bench.ask(opened, shards=range(5))
+    bench.ask(opened, shards=[3], done=(m.ShardAsk(source=0, shard=0), m.ShardAsk(source=0, shard=9)))
+    assert len(bench.state.jobs.by_name["train"].assignments[0]) == 4
+    bench.report(opened, 0, Rank(bench, opened, 0).finish())
+    assert not bench.state.jobs.by_name["train"].assignments[0] and not bench.state.grants.loads
+
+
+def test_assignments_survive_a_take_over():
+    bench = Bench()
+    bench.worker("w1")
+    bench.worker("w2")
+    opened = bench.open()
+    first = workers_of(bench.ask(opened, shards=range(5)))
+    loads = dict(bench.state.grants.loads)
+    bench.reload()
+    assert dict(bench.state.grants.loads) == loads
+    assert bench.ask(opened).waiting == "no worker is up (for 0 s)"
+    assert not bench.beat("w1").known
+    bench.worker("w2")
+    bench.worker("w1")
+    assert workers_of(bench.ask(opened, shards=range(5))) == first
+
+
+# -- stock clients
+
+
+def test_stock_grants(bench):
+    found = bench.apply(events.StockGrantsRequested, manifest=bench.digest, spec="sha256:x", first=1, count=3)
+    assert [info.ordinal for _, info in found] == [1, 2, 3]
+    grant = codec.open_signed(found[0][0].signed, bench.state.grants.secrets())
+    assert (grant.job, grant.spec, grant.manifest, grant.shard, grant.last_row) == ("", "sha256:x", bench.digest, 1, 5)
+
+
+def test_stock_grants_without_a_worker():
+    bench = Bench()
+    with pytest.raises(NoWorker, match="no worker is up"):
+        bench.apply(events.StockGrantsRequested, manifest=bench.digest, spec="", first=0, count=1)
