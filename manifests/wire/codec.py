@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -22,7 +22,6 @@ VERSION = 1
 MAX_MESSAGE = 16 << 20
 _MAGIC = b"FL" + bytes([VERSION])
 
-T = TypeVar("T")
 _encoder = msgspec.msgpack.Encoder(order="deterministic")
 
 
@@ -36,7 +35,7 @@ def encode(message: msgspec.Struct) -> bytes:
     return _MAGIC + _encoder.encode(message)
 
 
-def decode(data: bytes | memoryview, kind: type[T] | Any) -> Any:
+def decode(data: bytes | memoryview, kind: Any) -> Any:
     """The message in ``data``, which must be (one of) ``kind``; else ``ProtocolError`` that says what is wrong."""
     head = bytes(data[:3])
     if len(data) > MAX_MESSAGE:

@@ -233,7 +233,7 @@ class Handler(Protocol):
         """Endpoints of a dataset, for stock Flight clients."""
 
 
-class Server(fl.FlightServerBase):
+class Server(fl.FlightServerBase):  # type: ignore[misc]  # pyarrow has no types
     """A Flight server around a handler. It serves from construction on, on threads of its own.
 
     Raises:
@@ -375,4 +375,3 @@ __all__ = [
     "Connection", "Handler", "PeerSilent", "PeerUnreachable", "ReadCancelled", "Server", "Stream", "blob_batches",
     "check_port_free", "flight_info", "from_flight_error", "to_flight_error",
 ]  # fmt: skip
-

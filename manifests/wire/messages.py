@@ -27,7 +27,7 @@ class Part_(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 # -- nouns ---------------------------------------------------------------------------------------------------------
 
 
-class Shuffle(Part_):
+class Shuffle(Part_, frozen=True):
     """How rows are mixed. ``buffer``: rows per job the keyed window spans; ``interleave``: shards mixed per lane;
     ``within_shard``: rows of a shard in seeded order instead of stored order."""
 
@@ -36,7 +36,7 @@ class Shuffle(Part_):
     within_shard: bool = False
 
 
-class Source(Part_):
+class Source(Part_, frozen=True):
     """One dataset of a job: manifest digest, relative weight, and the label it was asked for by."""
 
     digest: str
@@ -45,7 +45,7 @@ class Source(Part_):
     weight: float = 1.0
 
 
-class JobSettings(Part_):
+class JobSettings(Part_, frozen=True):
     """What all ranks of a job agree on. ``seed`` and ``lanes`` None in a request: take the state's or the record's."""
 
     sources: tuple[Source, ...]
@@ -68,7 +68,7 @@ class JobSettings(Part_):
     audit: bool = False
 
 
-class StartPoint(Part_):
+class StartPoint(Part_, frozen=True):
     """Where a generation starts. ``taken``: rows taken per lane, one entry per lane; ``sub``: reserved, the second half
     of the (row, sub) cursor per lane; ``first_epoch``: epoch in which the current pass (one ``for``) began."""
 
@@ -83,7 +83,7 @@ class StartPoint(Part_):
     skip: bool = False  # on_error was "skip" when the state was taken
 
 
-class Holder(Part_):
+class Holder(Part_, frozen=True):
     """The process and loader object that holds a rank."""
 
     uid: str
@@ -91,14 +91,14 @@ class Holder(Part_):
     pid: int = 0
 
 
-class IdSum(Part_):
+class IdSum(Part_, frozen=True):
     """Order-independent sum of sample ids: how many, and the sum of their mixed values modulo 2**64."""
 
     count: int = 0
     value: int = 0
 
 
-class ShardSum(Part_):
+class ShardSum(Part_, frozen=True):
     """Books of one shard (or the part of it one rank reads), sent only where they do not balance."""
 
     source: int
@@ -109,7 +109,7 @@ class ShardSum(Part_):
     repeated: tuple[int, ...] = ()
 
 
-class SkippedRow(Part_):
+class SkippedRow(Part_, frozen=True):
     """One bad sample that was skipped."""
 
     sample_id: int
@@ -118,7 +118,7 @@ class SkippedRow(Part_):
     reason: str
 
 
-class EpochProgress(Part_):
+class EpochProgress(Part_, frozen=True):
     """Cumulative books of one rank in one epoch of one generation. A later message replaces an earlier one.
 
     ``handed``/``acked``: rows taken per own lane (ascending lane), skipped rows included, up to the last batch handed
@@ -149,14 +149,14 @@ class EpochProgress(Part_):
 # -- datasets (client or command line -> dispatcher) ---------------------------------------------------------------
 
 
-class FindDataset(Message, tag="find-dataset"):
+class FindDataset(Message, frozen=True, tag="find-dataset"):
     """Which manifest is ``name[@version]``? ``version`` "": the one registered last."""
 
     name: str
     version: str = ""
 
 
-class DatasetFound(Message, tag="dataset-found"):
+class DatasetFound(Message, frozen=True, tag="dataset-found"):
     name: str
     version: str
     digest: str
@@ -164,18 +164,18 @@ class DatasetFound(Message, tag="dataset-found"):
     shards: int = 0
 
 
-class HaveManifest(Message, tag="have-manifest"):
+class HaveManifest(Message, frozen=True, tag="have-manifest"):
     """Is this manifest, with shards at these places, in the store? ``locations``: digest of the list of uris."""
 
     digest: str
     locations: str = ""
 
 
-class ManifestKnown(Message, tag="manifest-known"):
+class ManifestKnown(Message, frozen=True, tag="manifest-known"):
     known: bool
 
 
-class RegisterDataset(Message, tag="register-dataset"):
+class RegisterDataset(Message, frozen=True, tag="register-dataset"):
     """Give a manifest that was uploaded a name. The same again is no change; other content under it is refused."""
 
     name: str
@@ -183,25 +183,25 @@ class RegisterDataset(Message, tag="register-dataset"):
     digest: str
 
 
-class DatasetRegistered(Message, tag="dataset-registered"):
+class DatasetRegistered(Message, frozen=True, tag="dataset-registered"):
     name: str
     version: str
     digest: str
     new: bool = True
 
 
-class PutBlob(Message, tag="put-blob"):
+class PutBlob(Message, frozen=True, tag="put-blob"):
     """Store a small content-addressed blob (a JobSpec, at most 1 MiB)."""
 
     digest: str
     data: bytes
 
 
-class GetBlob(Message, tag="get-blob"):
+class GetBlob(Message, frozen=True, tag="get-blob"):
     digest: str
 
 
-class Blob(Message, tag="blob"):
+class Blob(Message, frozen=True, tag="blob"):
     digest: str
     data: bytes = b""
 
@@ -209,7 +209,7 @@ class Blob(Message, tag="blob"):
 # -- jobs (client -> dispatcher) -----------------------------------------------------------------------------------
 
 
-class OpenJob(Message, tag="open-job"):
+class OpenJob(Message, frozen=True, tag="open-job"):
     """Open a generation of ``job``, or join the one that is open.
 
     ``nonce``: drawn once per open, the same in repeats of it, so that a retried call opens nothing twice.
@@ -225,7 +225,7 @@ class OpenJob(Message, tag="open-job"):
     dead: tuple[str, ...] = ()
 
 
-class JobOpened(Message, tag="job-opened"):
+class JobOpened(Message, frozen=True, tag="job-opened"):
     """``absent`` not empty: not all ranks have joined; ask again with the same nonce."""
 
     job: str
@@ -237,12 +237,12 @@ class JobOpened(Message, tag="job-opened"):
     warning: str = ""
 
 
-class ShardAsk(Part_):
+class ShardAsk(Part_, frozen=True):
     source: int
     shard: int
 
 
-class ReadFailure(Part_):
+class ReadFailure(Part_, frozen=True):
     """A read that failed on a worker: what the dispatcher needs to place the shard elsewhere."""
 
     worker: str
@@ -252,7 +252,7 @@ class ReadFailure(Part_):
     message: str = ""
 
 
-class AskGrants(Message, tag="ask-grants"):
+class AskGrants(Message, frozen=True, tag="ask-grants"):
     """Ask for the right to read shards (those the rank needs next, in order). Asking again renews.
 
     ``avoid``: workers that refused or stalled for this client just now. ``done``: shards not needed any more.
@@ -270,12 +270,12 @@ class AskGrants(Message, tag="ask-grants"):
     floor: int = 0  # reserved (dynamic order): plan position below which everything was handed out
 
 
-class WorkerRef(Part_):
+class WorkerRef(Part_, frozen=True):
     id: str
     address: str
 
 
-class GrantInfo(Part_):
+class GrantInfo(Part_, frozen=True):
     """A grant as the client uses it: the signed bytes go into tickets unread."""
 
     source: int
@@ -285,15 +285,17 @@ class GrantInfo(Part_):
     signed: bytes
 
 
-class Grants(Message, tag="grants"):
-    """``waiting``: why there are fewer grants than asked for ("" if all are there)."""
+class Grants(Message, frozen=True, tag="grants"):
+    """``waiting``: why there are fewer grants than asked for ("" if all are there); ``waiting_code``: the error that a
+    deadline passed in this wait should be."""
 
     grants: tuple[GrantInfo, ...] = ()
     now_ms: int = 0
     waiting: str = ""
+    waiting_code: Literal["", "wait-timeout", "no-worker", "rank-absent"] = ""
 
 
-class Report(Message, tag="report"):
+class Report(Message, frozen=True, tag="report"):
     """Acknowledgements and a sign of life of one rank, at least every third of the lease."""
 
     job: str
@@ -310,7 +312,7 @@ class Report(Message, tag="report"):
     marks: tuple[EpochProgress, ...] = ()
 
 
-class Reported(Message, tag="reported"):
+class Reported(Message, frozen=True, tag="reported"):
     """``slowest_epoch``: the lowest epoch any rank is still in; a rank more than 2 ahead of it waits."""
 
     now_ms: int = 0
@@ -321,7 +323,7 @@ class Reported(Message, tag="reported"):
 # -- grants and reads (client -> worker) ---------------------------------------------------------------------------
 
 
-class Grant(Message, tag="grant"):
+class Grant(Message, frozen=True, tag="grant"):
     """Right to read rows of one shard, as signed by the dispatcher. A worker needs nothing else to serve it."""
 
     job: str
@@ -346,13 +348,13 @@ class Grant(Message, tag="grant"):
     expires_ms: int = 0
 
 
-class SignedGrant(Part_):
+class SignedGrant(Part_, frozen=True):
     key: str
     signature: bytes
     payload: bytes
 
 
-class ReadTicket(Message, tag="read"):
+class ReadTicket(Message, frozen=True, tag="read"):
     """What goes into a ``DoGet``: ordered rows of granted shards.
 
     ``which``: uint32 index into ``grants`` per row; ``rows``: int64 row in that shard. Both empty: all rows of all
@@ -364,7 +366,7 @@ class ReadTicket(Message, tag="read"):
     rows: bytes = b""
 
 
-class BadRow(Part_):
+class BadRow(Part_, frozen=True):
     """``position``: index of the row in the read."""
 
     position: int
@@ -374,7 +376,7 @@ class BadRow(Part_):
     reason: str
 
 
-class ReadPart(Message, tag="part"):
+class ReadPart(Message, frozen=True, tag="part"):
     """Metadata beside each record batch: rows of the read dealt with so far, and which of them were bad.
 
     A batch of no rows with the same ``done`` as before is a sign of life.
@@ -388,7 +390,7 @@ class ReadPart(Message, tag="part"):
 # -- workers (worker -> dispatcher) --------------------------------------------------------------------------------
 
 
-class RegisterWorker(Message, tag="register-worker"):
+class RegisterWorker(Message, frozen=True, tag="register-worker"):
     """``incarnation``: drawn at start, so that a restarted worker of the same id is not taken for the old one."""
 
     id: str
@@ -402,7 +404,7 @@ class RegisterWorker(Message, tag="register-worker"):
     draining: bool = False
 
 
-class Heartbeat(Message, tag="heartbeat"):
+class Heartbeat(Message, frozen=True, tag="heartbeat"):
     """Signs of life and load; never persisted. ``cached``: reserved, compact report of content ids held."""
 
     id: str
@@ -418,7 +420,7 @@ class Heartbeat(Message, tag="heartbeat"):
     cached: bytes = b""
 
 
-class WorkerWelcome(Message, tag="worker-welcome"):
+class WorkerWelcome(Message, frozen=True, tag="worker-welcome"):
     """``known`` False: register again. ``keys``: signing keys by id."""
 
     known: bool
@@ -428,44 +430,44 @@ class WorkerWelcome(Message, tag="worker-welcome"):
     drain: bool = False
 
 
-class LeaveWorker(Message, tag="leave-worker"):
+class LeaveWorker(Message, frozen=True, tag="leave-worker"):
     id: str
     incarnation: str
 
 
-class DrainWorker(Message, tag="drain-worker"):
+class DrainWorker(Message, frozen=True, tag="drain-worker"):
     id: str
 
 
-class Done(Message, tag="done"):
+class Done(Message, frozen=True, tag="done"):
     pass
 
 
 # -- looking (command line -> dispatcher) --------------------------------------------------------------------------
 
 
-class GetStatus(Message, tag="get-status"):
+class GetStatus(Message, frozen=True, tag="get-status"):
     pass
 
 
-class GetAudit(Message, tag="get-audit"):
+class GetAudit(Message, frozen=True, tag="get-audit"):
     """``epoch`` None: the newest epoch the job has entered."""
 
     job: str
     epoch: int | None = None
 
 
-class Document(Message, tag="document"):
+class Document(Message, frozen=True, tag="document"):
     """A JSON document whose shape the command-line contract fixes (status, audit)."""
 
     json: bytes
 
 
-class Hello(Message, tag="hello"):
+class Hello(Message, frozen=True, tag="hello"):
     pass
 
 
-class HelloReply(Message, tag="hello-reply"):
+class HelloReply(Message, frozen=True, tag="hello-reply"):
     role: Literal["dispatcher", "worker"]
     id: str = ""
     version: str = ""
@@ -483,7 +485,7 @@ Reply = (
 )  # fmt: skip
 
 
-class JobSpec(Part_):
+class JobSpec(Part_, frozen=True):
     """Content-addressed by its digest: what a worker needs beside a grant to turn stored rows into output rows."""
 
     #: per source of the job: stored fields and label maps (field -> class name -> number)

@@ -1,0 +1,182 @@
+"""Running reads: a few threads that each pull one ``DoGet`` at a time and hand its parts on."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from manifests.wire import codec
+from manifests.wire import messages as m
+from manifests.wire.connection import ConnectionOptions, parse_address
+from manifests.wire.flight import Connection, Stream
+
+log = logging.getLogger("feedline.client")
+I64 = npt.NDArray[np.int64]
+
+
+class ReadPool:
+    """Threads and connections shared by all epochs of a loader. ``submit`` never blocks; ``close`` ends everything."""
+
+    def __init__(self, threads: int, options: ConnectionOptions, *, stall: float, timeout: float) -> None:
+        self._options = options
+        self._stall = stall
+        #: seconds one read may take as a whole; its rows that came until then stay
+        self.timeout = timeout
+        self._heard: dict[str, float] = {}
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._connections: dict[str, Connection] = {}
+        self._closed = False
+        self._threads: list[threading.Thread] = []
+        self._size = threads
+        for _ in range(threads):
+            self.add_thread()
+
+    @property
+    def size(self) -> int:
+        """Reads that can be in flight at once."""
+        return self._size
+
+    def add_thread(self) -> None:
+        """One thread more: stands in for one that is stuck opening a stream on a process that does not run (there is
+        no way to call that back but its timeout)."""
+        with self._lock:
+            if self._closed:
+                return
+            thread = threading.Thread(target=self._run, name=f"feedline-read-{len(self._threads)}", daemon=True)
+            self._threads.append(thread)
+        thread.start()
+
+    def probe(self, address: str) -> None:
+        """Make sure that the worker runs, if it was not heard of for a second.
+
+        Raises:
+            PeerSilent, PeerUnreachable: it does not.
+        """
+        if time.monotonic() - self._heard.get(address, -10.0) > 1.0:
+            self.connection(address).call(m.Hello(), m.HelloReply, self._stall)
+            self.heard(address)
+
+    def heard(self, address: str) -> None:
+        """The worker gave a sign of life."""
+        self._heard[address] = time.monotonic()
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Run ``job`` on one of the threads."""
+        self._jobs.put(job)
+
+    def connection(self, address: str) -> Connection:
+        """The connection to a worker, kept for later reads."""
+        with self._lock:
+            if address not in self._connections:
+                self._connections[address] = Connection(parse_address(address), self._options)
+            return self._connections[address]
+
+    def close(self) -> None:
+        """Close the connections and tell the threads to end. Reads must be cancelled by their owners."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            connections = list(self._connections.values())
+            threads = len(self._threads)
+        for _ in range(threads):
+            self._jobs.put(None)
+        for connection in connections:
+            connection.close()
+
+    def join(self, timeout: float) -> None:
+        """Wait for the threads to end."""
+        deadline = time.monotonic() + timeout
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except Exception:
+                log.exception("a read failed in an unexpected way")
+
+
+class Read:
+    """One attempt to read rows from one worker.
+
+    Args:
+        offsets: where the rows belong in the chunk, ascending, int64 [rows].
+        which, rows: index into ``grants`` and row in that shard, per row, int64 [rows].
+        on_part: called with (read, record batch, first row of the read it may hold, rows done now, bad rows).
+        on_end: called once, with None or what went wrong.
+    """
+
+    def __init__(
+        self,
+        worker: m.WorkerRef,
+        grants: tuple[bytes, ...],
+        offsets: I64,
+        which: I64,
+        rows: I64,
+        on_part: Callable[[Read, pa.RecordBatch, int, m.ReadPart], None],
+        on_end: Callable[[Read, Exception | None], None],
+    ) -> None:
+        self.worker = worker
+        self.offsets = offsets
+        self.done = 0
+        self.started = 0.0
+        #: monotonic time of the last message, 0.0 before the read runs
+        self.last_sign = 0.0
+        self.abandoned = False
+        self._opening = False
+        self._ticket = codec.encode(
+            m.ReadTicket(grants=grants, which=which.astype("<u4").tobytes(), rows=rows.astype("<i8").tobytes())
+        )
+        self._on_part = on_part
+        self._on_end = on_end
+        self._stream: Stream | None = None
+
+    def __repr__(self) -> str:
+        return f"Read({len(self.offsets)} rows of {self.worker.id}, {self.done} done)"
+
+    def run(self, pool: ReadPool) -> None:
+        """Pull the stream to its end; on a thread of the pool."""
+        if self.abandoned:
+            self._on_end(self, None)
+            return
+        self.started = self.last_sign = time.monotonic()
+        try:
+            pool.probe(self.worker.address)
+            self._opening = True
+            self._stream = pool.connection(self.worker.address).read(self._ticket, pool.timeout)
+            self._opening = False
+            if self.abandoned:
+                self._stream.cancel()
+            for batch, part in self._stream:
+                self.last_sign = time.monotonic()
+                pool.heard(self.worker.address)
+                if self.abandoned:
+                    break
+                if part is not None and (part.done > self.done or batch.num_rows):
+                    before, self.done = self.done, part.done
+                    self._on_part(self, batch, before, part)
+            if not self.abandoned and self.done < len(self.offsets):
+                raise ConnectionError(f"the stream of worker {self.worker.id} ended after {self.done} rows")
+        except Exception as error:
+            self._on_end(self, error)
+        else:
+            self._on_end(self, None)
+
+    def abandon(self, pool: ReadPool) -> None:
+        """Give the read up: what still comes is not used."""
+        self.abandoned = True
+        stream = self._stream
+        if stream is not None:
+            stream.cancel()
+        elif self._opening:
+            pool.add_thread()

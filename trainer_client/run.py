@@ -1,0 +1,360 @@
+"""One generation as this rank lives it: its feeds, books and reports, from opening to the next rewind or the end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from manifests.errors import BadSample, FeedlineError, ProtocolError, TooManyBadSamples
+from manifests.plan import Plan
+from manifests.wire import messages as m
+
+from .books import Books
+from .chunks import BAD, FAILED
+from .config import LoaderConfig
+from .control import Control
+from .feed import Budget, Feed
+from .joining import Dataset
+from .reads import ReadPool
+from .reporter import Reporter, State
+from .session import Leg, Position, Session
+from .tensors import Piece, assemble
+
+I64 = npt.NDArray[np.int64]
+
+
+@dataclass
+class Waits:
+    """How long the loop waited for rows and how long it ran, in seconds, since the loader connected."""
+
+    waited: float = 0.0
+    started: float = 0.0
+    steps: int = 0
+    rows: int = 0
+    bytes: int = 0
+    hot: int = 0
+    waiting_since: float | None = None
+
+
+class Epoch:
+    """One epoch of this generation: its leg, how far it was handed out, and its rows on the way."""
+
+    def __init__(self, number: int, leg: Leg, first_epoch: int) -> None:
+        self.number = number
+        #: epoch in which the pass (one ``for``) began
+        self.first_epoch = first_epoch
+        self.session = Session(leg)
+        self.books = Books(number, leg)
+        self.feed: Feed | None = None
+
+    @property
+    def leg(self) -> Leg:
+        """What this rank hands out of the epoch."""
+        return self.session.leg
+
+
+class Run:
+    """A generation that was opened. One thread (the loop's) hands out; others report and read.
+
+    Args:
+        opened: the dispatcher's answer: generation, resolved settings, start point.
+    """
+
+    def __init__(
+        self,
+        config: LoaderConfig,
+        dataset: Dataset,
+        opened: m.JobOpened,
+        *,
+        rank: int,
+        holder: m.Holder,
+        control: Control,
+        pool: ReadPool,
+        waits: Waits,
+    ) -> None:
+        self.config = config
+        self.dataset = dataset
+        self.settings = opened.settings
+        self.generation = opened.generation
+        self.start = opened.start
+        self.rank = rank
+        self._holder = holder
+        self._control = control
+        self._pool = pool
+        self._budget = Budget(config.prefetch)
+        self._waits = waits
+        self._fatal: FeedlineError | None = None
+        self._feeds: list[Feed] = []
+        self._ahead: Epoch | None = None
+        self.current: Epoch | None = None
+        self._bad = 0
+        self.done = False
+        self.reporter = Reporter(
+            control,
+            job=config.job,
+            generation=self.generation,
+            rank=rank,
+            holder=holder.uid,
+            lease=opened.lease_ms / 1000,
+            status=self._status,
+            fatal=self.fail,
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"Run({self.config.job} generation {self.generation} rank {self.rank}, {self.current and self.current.leg})"
+        )
+
+    # -- epochs
+
+    def begin(self, number: int, first_epoch: int) -> Epoch:
+        """Enter epoch ``number``; the start point's rows count as taken if it is the epoch it names."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead.number == number and ahead.first_epoch == first_epoch:
+            epoch = ahead
+        else:
+            if ahead is not None and ahead.feed is not None:
+                self._drop(ahead.feed)
+            epoch = self._make(number, first_epoch)
+        if self.current is not None and self.current.feed is not None:
+            self._drop(self.current.feed)
+        self._bad = 0
+        self.current = epoch
+        if epoch.feed is None and epoch.leg.steps:
+            epoch.feed = self._feed(epoch)
+        self.reporter.add(epoch.books)
+        return epoch
+
+    def look_ahead(self, first_epoch: int, stop: int | None) -> None:
+        """Start on the rows of the next epoch once those of the current one are all under way."""
+        epoch = self.current
+        if self._ahead is not None or epoch is None or epoch.feed is None or not epoch.feed.planned_all:
+            return
+        following = epoch.number + 1
+        if stop is not None and following >= stop:
+            return
+        self._ahead = self._make(following, first_epoch)
+        if self._ahead.leg.steps:
+            self._ahead.feed = self._feed(self._ahead)
+
+    def _make(self, number: int, first_epoch: int) -> Epoch:
+        settings = self.settings
+        seed, lanes = settings.seed, settings.lanes
+        if seed is None or lanes is None:
+            raise ProtocolError("the dispatcher left seed or lanes open")
+        plan = Plan(self.dataset.manifest.shard_rows, seed=seed, epoch=number, shuffle=settings.shuffle, lanes=lanes)
+        here = number == self.start.epoch and bool(self.start.taken)
+        leg = Leg(
+            plan,
+            rank=self.rank,
+            world_size=settings.world_size,
+            batch_size=settings.batch_size,
+            tail=settings.tail,
+            taken=np.array(self.start.taken if here else [0] * lanes, np.int64),
+            first_step=self.start.step if here else 0,
+        )
+        return Epoch(number, leg, first_epoch)
+
+    def _feed(self, epoch: Epoch) -> Feed:
+        feed = Feed(
+            epoch.leg,
+            epoch=epoch.number,
+            fields=self.dataset.fields,
+            control=self._control,
+            pool=self._pool,
+            budget=self._budget,
+            job=self.config.job,
+            generation=self.generation,
+            holder=self._holder.uid,
+            stall=float(self.config.options.stall),
+            timeout=self.config.timeout,
+            fatal=self.fail,
+        )
+        self._feeds.append(feed)
+        return feed
+
+    def _drop(self, feed: Feed) -> None:
+        feed.close()
+        feed.join(1.0)
+        self._feeds.remove(feed)
+
+    # -- batches
+
+    def next_batch(self, epoch: Epoch) -> dict[str, Any] | None:
+        """The next batch of ``epoch``, None at its end (then ``epoch.session`` is at the end of the leg).
+
+        Raises:
+            BadSample, TooManyBadSamples, or what a worker or the dispatcher answered; WaitTimeout and its kin.
+        """
+        session, feed = epoch.session, epoch.feed
+        if self._fatal is not None:
+            raise self._fatal
+        if session.finished or feed is None:
+            return None
+        place = session.position.read
+        want = session.leg.batch_rows(session.position.steps)
+        look = want
+        while True:
+            marks = feed.status(place, look)
+            failed = np.flatnonzero(marks == FAILED)
+            usable = marks[: failed[0]] if len(failed) else marks
+            bad = np.flatnonzero(usable == BAD)
+            got = session.next_batch(usable != BAD)
+            if len(bad) and self.config.on_error == "raise" and (got is None or place + bad[0] < got[1].read):
+                raise self._bad_sample(feed, place + int(bad[0]))
+            if got is not None:
+                return self._hand_out(epoch, feed, *got)
+            if len(failed):
+                chunk = feed.chunk_at(place + int(failed[0]))
+                raise chunk.errors[place + int(failed[0]) - chunk.first]
+            self._check_budget(epoch, len(bad))
+            if len(marks) == look:
+                look += want
+            else:
+                self._wait(feed, place, len(marks))
+
+    def _wait(self, feed: Feed, place: int, known: int) -> None:
+        started = time.monotonic()
+        self._waits.waiting_since = started
+        feed.begin_wait()
+        try:
+            feed.wait(place, known, lambda: self._fatal)
+        finally:
+            self._waits.waiting_since = None
+            self._waits.waited += time.monotonic() - started
+
+    def _hand_out(self, epoch: Epoch, feed: Feed, offsets: I64, position: Position) -> dict[str, Any] | None:
+        session = epoch.session
+        place = session.position.read
+        skipped = self._skipped(feed, place, position.read, set(offsets.tolist()))
+        self._bad += len(skipped)
+        self._check_budget(epoch, 0)
+        if not len(offsets):  # nothing but bad rows was left
+            epoch.books.skip(skipped, position)
+            session.position = position
+            feed.release(position.read)
+            return None
+        pieces: list[Piece] = []
+        planned, shards = np.empty(len(offsets), np.int64), np.empty(len(offsets), np.int64)
+        done = 0
+        while done < len(offsets):
+            chunk = feed.chunk_at(place + int(offsets[done]))
+            stop = int(np.searchsorted(offsets, chunk.end - place))
+            inside = offsets[done:stop] + place - chunk.first
+            pieces += chunk.pieces(inside, np.arange(done, stop, dtype=np.int64))
+            planned[done:stop], shards[done:stop] = chunk.ids[inside], chunk.shards[inside]
+            done = stop
+        batch = assemble(
+            self.dataset.fields, pieces, len(offsets), self.config.pin_memory and torch.cuda.is_available()
+        )
+        pad = offsets + place >= session.leg.candidates
+        real = ~pad
+        if self.config.tail == "pad" or self.config.on_error == "skip":
+            batch["__pad__"] = torch.from_numpy(pad)
+        found = batch["__id__"].numpy()
+        epoch.books.hand_out(planned[real], found[real], int(pad.sum()), skipped, position, shards[real])
+        session.position = position
+        feed.release(position.read)
+        self._waits.steps += 1
+        self._waits.rows += len(offsets)
+        self._waits.bytes += sum(v.nbytes for v in batch.values() if isinstance(v, torch.Tensor))
+        return batch
+
+    def _skipped(self, feed: Feed, first: int, stop: int, used: set[int]) -> list[m.SkippedRow]:
+        """Bad rows of this stretch of the read stream, without pads (they are repeats of rows counted elsewhere)."""
+        out = []
+        candidates = self.current.leg.candidates if self.current is not None else 0
+        for offset in np.flatnonzero(feed.status(first, stop - first) == BAD).tolist():
+            if offset in used or first + offset >= candidates:
+                continue
+            chunk = feed.chunk_at(first + offset)
+            row = chunk.bad[first + offset - chunk.first]
+            out.append(m.SkippedRow(sample_id=row.sample_id, key=row.key, shard=row.shard, reason=row.reason))
+        return out
+
+    def _bad_sample(self, feed: Feed, place: int) -> BadSample:
+        chunk = feed.chunk_at(place)
+        row = chunk.bad[place - chunk.first]
+        return BadSample(
+            f"sample {row.key!r} of {row.shard} cannot be used",
+            cause=row.reason,
+            remedy="mend or remove it, or pass on_error='skip' with a budget max_bad",
+            detail={"sample_id": row.sample_id, "key": row.key, "shard": row.shard, "reason": row.reason},
+        )
+
+    def _check_budget(self, epoch: Epoch, more: int) -> None:
+        if self.config.on_error != "skip":
+            return
+        limit = self.config.max_bad
+        rows = int(epoch.leg.plan.rows)
+        allowed = limit if isinstance(limit, int) else int(np.ceil(limit * rows))
+        if self._bad + more > allowed:
+            share = "" if isinstance(limit, int) else f" ({limit:g} of {rows} rows)"
+            raise TooManyBadSamples(
+                f"rank {self.rank} met {self._bad + more} bad samples in epoch {epoch.number}",
+                cause=f"max_bad allows {allowed}{share}",
+                remedy="look at their reasons in `feedline audit`, or raise max_bad",
+            )
+
+    # -- the rest
+
+    def fail(self, error: FeedlineError) -> None:
+        """This run may not go on; the loop gets ``error`` when it next asks."""
+        if self._fatal is None:
+            self._fatal = error
+        with self._budget.lock:
+            self._budget.lock.notify_all()
+
+    def _status(self) -> tuple[State, str, float]:
+        if self.done:
+            return "done", "", 0.0
+        since, epoch = self._waits.waiting_since, self.current
+        if since is None or epoch is None or epoch.feed is None:
+            return "reading", "", 0.0
+        return "waiting", epoch.feed.reason(), time.monotonic() - since
+
+    def feeds(self) -> Sequence[Feed]:
+        """Feeds under way."""
+        return tuple(self._feeds)
+
+    def close(self, *, leave: bool, timeout: float = 5.0) -> None:
+        """End the run: deliver acknowledgements and give the lease back if ``leave``; stop all threads."""
+        feeds = tuple(self._feeds)
+        for feed in feeds:
+            feed.close()
+        if leave and self._fatal is None:
+            self.reporter.flush(timeout, leaving=True)
+        self.reporter.close()
+        for feed in feeds:
+            feed.join(1.0)
+        self._feeds.clear()
+
+
+class Engine:
+    """Threads and connections of a loader: what its finalizer holds, closed once, from wherever that happens."""
+
+    def __init__(self, control: Control, pool: ReadPool) -> None:
+        self.control = control
+        self.pool = pool
+        self.run: Run | None = None
+        self.closing = threading.Event()
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        """Flush, give the lease back, stop. Safe to call twice and from any thread."""
+        with self._lock:
+            if self.closing.is_set():
+                return
+            self.closing.set()
+        if self.run is not None:
+            self.run.close(leave=True)
+        self.pool.close()
+        self.control.close()
+        self.pool.join(2.0)

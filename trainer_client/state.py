@@ -1,0 +1,185 @@
+"""The saved position: what ``state_dict()`` returns, and how states are checked and joined when loaded.
+
+A state is a dict of plain values, so that it pickles, goes through ``torch.save`` and JSON, and stays readable:
+
+    version       1
+    dataset       label, for people
+    identity      manifest digests, order, seed, shuffle, lanes, pipeline: what must be the same on a resume
+    generation, epoch, step, first_epoch, rank, world_size
+    taken         rows taken per lane, all lanes: 16 hex digits each, so that its size does not depend on the position
+    skip          whether on_error was "skip"
+
+``first_epoch`` is the epoch in which the current pass (one ``for``) began, so that a pass over several epochs goes on
+where it was and ends where it would have ended. The end of epoch e is written as the start of e + 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from manifests.cursor import divisors
+from manifests.errors import ConfigError, StateIncomplete, StateMismatch
+from manifests.wire.messages import JobSettings, StartPoint
+
+VERSION = 1
+_KEYS = (
+    "version", "dataset", "identity", "generation", "epoch", "step", "first_epoch", "rank", "world_size", "taken", "skip",
+)  # fmt: skip
+
+
+def identity_of(settings: JobSettings) -> dict[str, Any]:
+    """What a state is tied to. Seed and lanes must be resolved."""
+    return {
+        "manifests": [s.digest for s in settings.sources],
+        "weights": [s.weight for s in settings.sources],
+        "order": settings.order,
+        "seed": settings.seed,
+        "shuffle": _shuffle(settings),
+        "lanes": settings.lanes,
+        "pipeline": settings.pipeline,
+    }
+
+
+def _shuffle(settings: JobSettings) -> dict[str, Any] | None:
+    shuffle = settings.shuffle
+    if shuffle is None:
+        return None
+    return {"buffer": shuffle.buffer, "interleave": shuffle.interleave, "within_shard": shuffle.within_shard}
+
+
+def encode_taken(taken: Iterable[int]) -> str:
+    """Counts as 16 hex digits each."""
+    return "".join(f"{int(count):016x}" for count in taken)
+
+
+def decode_taken(text: str) -> tuple[int, ...]:
+    """The inverse; ``StateMismatch`` for anything else."""
+    try:
+        if len(text) % 16:
+            raise ValueError
+        return tuple(int(text[at : at + 16], 16) for at in range(0, len(text), 16))
+    except (TypeError, ValueError):
+        raise StateMismatch("state is damaged", cause="'taken' is not a list of counts") from None
+
+
+class LoadedState(msgspec.Struct, frozen=True):
+    """A state, or several of one job joined into one, ready to start from."""
+
+    #: None: saved before anything was read; starts afresh
+    identity: dict[str, Any] | None
+    start: StartPoint
+    dataset: str = ""
+
+
+def load(states: Any) -> LoadedState:
+    """Check the form of a state or list of states, and join them.
+
+    Raises:
+        ConfigError: not a state. StateMismatch: states of different jobs or steps, or damaged. StateIncomplete: ranks
+            are missing and needed (a lone state saved under ``on_error="skip"`` with several ranks).
+    """
+    if isinstance(states, Mapping):
+        many = [states]
+    elif isinstance(states, Sequence) and not isinstance(states, (str, bytes)) and states:
+        many = list(states)
+    else:
+        raise ConfigError(
+            f"{type(states).__name__} is not a state", remedy="pass what state_dict() returned, or a list of it"
+        )
+    for state in many:
+        _check_form(state)
+    first = many[0]
+    if first["identity"] is None:
+        return LoadedState(None, StartPoint(), str(first["dataset"]))
+    _check_same(many)
+    lanes = first["identity"]["lanes"]
+    world = first["world_size"]
+    counts = {s["rank"]: decode_taken(s["taken"]) for s in many}
+    if any(len(c) != lanes for c in counts.values()) or not all(0 <= rank < world for rank in counts):
+        raise StateMismatch("state is damaged", cause=f"it does not hold {lanes} lanes of {world} ranks")
+    missing = sorted(set(range(world)) - set(counts))
+    if missing and first["skip"] and first["step"] > 0:
+        raise StateIncomplete(
+            f"state of rank {', '.join(map(str, sorted(counts)))} alone cannot tell where ranks {missing} were",
+            cause="it was saved under on_error='skip', where ranks skip rows of their own",
+            remedy="load the list of all ranks' states (gather_states)",
+        )
+    taken = np.array(counts[first["rank"]], np.int64)
+    for rank, own in counts.items():
+        taken[rank::world] = np.array(own, np.int64)[rank::world]
+    start = StartPoint(
+        kind="checkpoint",
+        epoch=first["epoch"],
+        step=first["step"],
+        taken=tuple(int(t) for t in taken),
+        first_epoch=first["first_epoch"],
+        generation=first["generation"],
+        world_size=world,
+        skip=first["skip"],
+    )
+    return LoadedState(dict(first["identity"]), start, str(first["dataset"]))
+
+
+def _check_form(state: Any) -> None:
+    if not isinstance(state, Mapping) or any(key not in state for key in _KEYS):
+        raise ConfigError("this is not a loader state", remedy="pass what state_dict() returned, or a list of it")
+    if state["version"] != VERSION:
+        raise StateMismatch(f"state of version {state['version']}", cause=f"this release reads version {VERSION}")
+    numbers = ("generation", "epoch", "step", "first_epoch", "rank", "world_size")
+    if any(not isinstance(state[k], int) or state[k] < 0 for k in numbers) or not isinstance(state["taken"], str):
+        raise StateMismatch("state is damaged", cause="a count in it is not a number")
+    if state["identity"] is not None and not isinstance(state["identity"], Mapping):
+        raise StateMismatch("state is damaged", cause="its identity is not a mapping")
+
+
+def _check_same(many: Sequence[Mapping[str, Any]]) -> None:
+    first = many[0]
+    for other in many[1:]:
+        for key in ("identity", "world_size", "epoch", "step", "generation", "skip", "first_epoch"):
+            if other[key] != first[key]:
+                raise StateMismatch(
+                    f"states of ranks {first['rank']} and {other['rank']} do not belong together",
+                    cause=f"{key}: {first[key]} and {other[key]}",
+                    remedy="load the states that all ranks saved at one step",
+                )
+
+
+def check_fits(loaded: LoadedState, settings: JobSettings, allow: Iterable[str] = ()) -> None:
+    """Hold a loaded state against the loader's settings (seed and lanes None there: taken from the state).
+
+    Raises:
+        StateMismatch: each difference, or the world sizes that the state's lanes allow.
+    """
+    if loaded.identity is None:
+        return
+    skipped = set(allow)
+    saved, now = loaded.identity, identity_of(settings)
+    wrong = []
+    for key, value in now.items():
+        if key in skipped or (key in ("seed", "lanes") and value is None):
+            continue
+        if saved.get(key) != value:
+            wrong.append(f"{key}: state has {_short(saved.get(key))}, this loader {_short(value)}")
+    if wrong:
+        raise StateMismatch(
+            "state belongs to another run",
+            cause="; ".join(wrong),
+            remedy="use the settings the state was saved with"
+            + ("" if len(wrong) > 1 or "pipeline" not in wrong[0] else ", or load_state_dict(.., allow={'pipeline'})"),
+            detail={"differences": wrong},
+        )
+    lanes = saved["lanes"]
+    if lanes % settings.world_size:
+        raise StateMismatch(
+            f"world_size {settings.world_size} does not divide the state's {lanes} lanes",
+            remedy=f"world sizes that do: {', '.join(map(str, divisors(lanes)))}",
+        )
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 90 else text[:87] + "..."
