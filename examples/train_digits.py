@@ -56,13 +56,14 @@ def train(args: argparse.Namespace) -> dict[str, object]:
 
     first, rows, epoch = done, 0, -1
     with loader:
-        total = len(loader) * args.epochs
+        total = len(loader)
+        epoch_steps = total // args.epochs
         # off when this is not a terminal
         bar = tqdm(total=total, initial=done, unit="batch", desc="training", disable=None)
         start = time.perf_counter()
         for batch in loader:
-            if int(batch["__epoch__"][0]) != epoch:
-                epoch = int(batch["__epoch__"][0])
+            if done // epoch_steps != epoch:
+                epoch = done // epoch_steps
                 print(f"epoch {epoch} at step {done}", flush=True)
             loss = nn.functional.cross_entropy(model(batch["image"]), batch["cls"])
             optimizer.zero_grad()
