@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from feedline.cli import COMMANDS
+from feedline.cli import COMMANDS, SERVERS
 from feedline.options import Parser, add_common
 
 FOLDER = Path(__file__).resolve().parent
@@ -19,11 +19,12 @@ FOLDER = Path(__file__).resolve().parent
 def command_line() -> str:
     """docs/cli.md: the help text of each command."""
     parts = ["# Command line", "", "Written by `make docs` from the commands' own help.", ""]
-    for name in COMMANDS:
+    for name, text in COMMANDS.items():
         module = importlib.import_module(f"feedline.commands.{name}")
-        parser = Parser(prog=f"feedline {name}", description=(module.__doc__ or "").strip().splitlines()[0])
+        parser = Parser(prog=f"feedline {name}", description=text[0].upper() + text[1:] + ".")
         module.add_arguments(parser)
-        add_common(parser)
+        if name not in SERVERS:
+            add_common(parser)
         parts += [f"## feedline {name}", "", *_help(parser)]
         for action in parser._actions:
             if isinstance(action, argparse._SubParsersAction):

@@ -31,6 +31,8 @@ COMMANDS = {
     "drain": "take a worker out of service",
     "audit": "check that a job's epoch was delivered, each row once",
 }
+#: commands that serve until a signal; their options are those of ``python -m NAME``
+SERVERS = ("dispatcher", "worker")
 #: commands of the public contract that are not there yet
 LATER = ("pack", "doctor", "cache", "trace", "bench")
 #: commands that take the user's own command behind ``--``
@@ -85,7 +87,8 @@ def _run(line: list[str]) -> int:
         if name == wanted:
             chosen = cast("Command", importlib.import_module(f".commands.{name}", __package__))
             chosen.add_arguments(sub)
-            add_common(sub)
+            if name not in SERVERS:
+                add_common(sub)
     cmd: list[str] | None = None
     if wanted in _RUN_OTHERS and "--" in line:
         split = line.index("--")

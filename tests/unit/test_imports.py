@@ -154,13 +154,3 @@ def test_a_users_own_module_of_that_name_does_no_harm(name: str, tmp_path: Path)
     (tmp_path / f"{name}.py").write_text("MINE = True\n")
     code = f"import {name}; assert {name}.MINE\nimport trainer_client; trainer_client.RemoteDataLoader"
     loaded_after(code, tmp_path)
-
-
-def test_modules_stay_small() -> None:
-    long = {}
-    for package in PACKAGES:
-        for path in sources(package):
-            lines = len(path.read_text(encoding="utf-8").splitlines())
-            if lines > 500:
-                long[path.relative_to(ROOT).as_posix()] = lines
-    assert not long
