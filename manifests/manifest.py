@@ -42,6 +42,8 @@ _SCHEMA = pa.schema(
 )
 _META = b"feedline.manifest"
 _CONTENT_ID = r"^(blake3:[0-9a-f]{64}|sha256:[0-9a-f]{64}|etag:.+)$"
+#: what reading damaged Parquet may raise
+_DAMAGE = (pa.ArrowException, OSError, ValueError, LookupError, MemoryError, OverflowError)
 #: most rows a manifest may have, so that sample ids and their arithmetic stay far inside int64
 MOST_ROWS = 1 << 48
 
@@ -145,7 +147,8 @@ class Manifest:
         self.shard_rows: I64 = _frozen(_numbers(self._table, "rows"))
         first = np.zeros(len(self.shard_rows) + 1, np.int64)
         np.cumsum(self.shard_rows, out=first[1:])
-        if int(first[-1]) > MOST_ROWS or (np.diff(first) < 0).any():
+        # a sum that runs over passes values above the limit before, as no step is larger than it
+        if max(int(self.shard_rows.max(initial=0)), int(first.max())) > MOST_ROWS:
             raise ConfigError(f"a manifest of more than {MOST_ROWS} rows", remedy="split the dataset")
         self.first_ids: I64 = _frozen(first)
         self.digest = _digest_of(self.fields, self.labels, self._table)
@@ -232,6 +235,7 @@ class Manifest:
             use_dictionary=["format"],
             row_group_size=1 << 16,
             write_statistics=False,
+            write_page_checksum=True,
         )
         return bytes(sink.getvalue())
 
@@ -247,9 +251,9 @@ class Manifest:
     @classmethod
     def _read(cls, source: pa.NativeFile, where: str) -> Manifest:
         try:
-            file = pq.ParquetFile(source, read_dictionary=["format"])
+            file = pq.ParquetFile(source, page_checksum_verification=True)
             meta = (file.schema_arrow.metadata or {}).get(_META)
-        except (pa.ArrowException, OSError, ValueError) as error:
+        except _DAMAGE as error:
             raise ConfigError(f"{where} is not a manifest", cause=_line(error), remedy=_BUILD) from None
         if meta is None:
             raise ConfigError(
@@ -258,7 +262,7 @@ class Manifest:
         head = _head(meta, where)
         try:
             manifest = cls(head.name, head.version, head.fields, head.labels, _read_table(file))
-        except (pa.ArrowException, OSError, ValueError, KeyError) as error:
+        except _DAMAGE as error:
             raise ConfigError(f"{where} is damaged", cause=_line(error), remedy=_BUILD) from None
         if manifest.digest != head.digest:
             cause = f"its digest is {manifest.digest}, its head says {head.digest}"

@@ -75,12 +75,12 @@ def find(src: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], format:
 def _find_one(src: str, format: str | None) -> Found:
     if os.path.isdir(src):
         return _in_folder(src, format)
-    if os.path.exists(src):
+    if _is_there(src):
         return Found([src])
     files: list[str] = []
     missing: list[str] = []
     for name in braces(src):
-        if os.path.exists(name):
+        if _is_there(name):
             files.append(name)
         elif not glob.has_magic(name):
             missing.append(name)
@@ -104,7 +104,7 @@ def _matching(pattern: str) -> Iterator[str]:
     above = _matching(folder) if glob.has_magic(folder) else [folder]
     for path in above:
         if not glob.has_magic(base):
-            if os.path.exists(os.path.join(path, base)):
+            if _is_there(os.path.join(path, base)):
                 yield os.path.join(path, base)
             continue
         if not os.path.isdir(path or "."):
@@ -112,6 +112,19 @@ def _matching(pattern: str) -> Iterator[str]:
         for name in _listed(path or "."):
             if fnmatch.fnmatchcase(name, base) and (base.startswith(".") or not name.startswith(".")):
                 yield os.path.join(path, name)
+
+
+def _is_there(path: str) -> bool:
+    """False only if there is certainly nothing: a folder on the way that may not be entered is an error."""
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return False
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be looked at", cause=error.strerror or "", remedy="check permissions"
+        ) from None
+    return True
 
 
 def _listed(folder: str, files_only: bool = False) -> list[str]:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from manifests.errors import ShardChanged
+from manifests.errors import FeedlineError, ShardChanged
 from manifests.scan.arrow import ArrowIndex, Column, decompressed, layout
 from manifests.scan.flatbuffer import FlatbufferError
 from manifests.scan.port import I64, Bytes, name_of, read_exactly
@@ -40,7 +40,9 @@ def read_arrow(
         wanted["__key__"] = key
     try:
         read = _read(index, source, rows, wanted)
-    except (FlatbufferError, pa.ArrowException, OSError) as error:
+    except FeedlineError:
+        raise
+    except (FlatbufferError, pa.ArrowException, OSError, MemoryError) as error:
         raise ShardChanged(
             f"{name_of(source)} is damaged", cause=str(error), remedy="build the manifest again"
         ) from None

@@ -13,13 +13,16 @@ from .port import bytes_column
 #: what counts as a whole number: ASCII digits with a sign, white space around it
 _WHOLE = re.compile(rb"\s*([+-]?[0-9]+)\s*\Z")
 
+#: longest text that is looked at as a number, bytes
+_LONGEST = 1000
+
 
 def parse_whole(name: str, values: Sequence[memoryview | None], bad: dict[int, str]) -> pa.Array:
     """int64 column; adds to ``bad`` what is no whole number in 64 bits."""
     numbers = np.zeros(len(values), np.int64)
     missing = np.zeros(len(values), np.bool_)
     for at, value in enumerate(values):
-        found = _WHOLE.match(bytes(value)) if value is not None and len(value) < 100 else None
+        found = _WHOLE.match(bytes(value)) if value is not None and len(value) <= _LONGEST else None
         number = int(found[1]) if found else None
         if number is not None and -(1 << 63) <= number < 1 << 63:
             numbers[at] = number
