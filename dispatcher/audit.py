@@ -114,6 +114,9 @@ def audit(snap: Snapshot, epoch: int | None, shard_rows: Callable[[str], I64]) -
         )
     inside = [generation for generation in chain if generation.start.epoch <= epoch]
     last, vouched = inside[-1], len(inside) < len(chain)
+    entered = any((generation.number, epoch) in snap.books for generation in inside)
+    if not entered and not vouched and last.start.epoch != epoch:
+        raise ConfigError(f"job {snap.job} has not entered epoch {epoch}")
     total = _Sum()
     if inside[0].start.epoch == epoch:
         before = int(books.start_counts(inside[0], epoch).sum())

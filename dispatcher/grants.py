@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable
+from typing import Literal
 
 import msgspec
 
@@ -18,6 +19,8 @@ from .job import Job
 from .jobs import Jobs
 from .library import Library, ShardInfo
 from .workers import Worker, Workers
+
+WaitingCode = Literal["", "wait-timeout", "no-worker", "rank-absent"]
 
 #: how long a grant is good for, ms
 EXPIRY_MS = 120_000
@@ -53,16 +56,22 @@ class Grants:
         job = self._jobs.member(ask.job, ask.generation, ask.rank, ask.holder, event.at)
         for failure in ask.failures:
             self._workers.on_failure(failure, ask.job)
+        if len(ask.shards) > MAX_OPEN:
+            raise ConfigError(f"{len(ask.shards)} shards asked for at once", cause=f"the limit is {MAX_OPEN}")
         infos = self._look_up(job, ask.shards)
         self._changed.clear()
         for done in ask.done:
             self._close(job, ask.rank, (ask.epoch, done.source, done.shard))
-        waiting = self._not_yet(job, ask)
+        waiting, code = self._not_yet(event.at, job, ask)
         found: list[m.GrantInfo] = []
         if not waiting:
             found, waiting = self._grant(event, job, infos)
+            code = "no-worker" if waiting else ""
         self._store(job)
-        self._out.reply(event.request, m.Grants(grants=tuple(found), now_ms=event.now_ms, waiting=waiting))
+        self._out.reply(
+            event.request,
+            m.Grants(grants=tuple(found), now_ms=event.now_ms, waiting=waiting, waiting_code=code),
+        )
 
     def _look_up(self, job: Job, shards: Iterable[m.ShardAsk]) -> list[tuple[m.ShardAsk, ShardInfo]]:
         sources = job.current.settings.sources
@@ -75,15 +84,19 @@ class Grants:
             found.append((ask, info))
         return found
 
-    def _not_yet(self, job: Job, ask: m.AskGrants) -> str:
-        """Why this rank must wait whatever the workers do, "" if it need not."""
+    def _not_yet(self, at: float, job: Job, ask: m.AskGrants) -> tuple[str, WaitingCode]:
+        """Why this rank must wait whatever the workers do, "" if it need not, and the error that should become of it."""
         if absent := job.absent:
             names = ", ".join(map(str, absent[:8])) + (" .." if len(absent) > 8 else "")
-            return f"rank{'s' if len(absent) > 1 else ''} {names} ha{'ve' if len(absent) > 1 else 's'} not joined"
+            verb = "ranks {} have" if len(absent) > 1 else "rank {} has"
+            return f"{verb.format(names)} not joined", "rank-absent"
         epoch, rank = job.slowest()
-        if ask.epoch > epoch + MAX_AHEAD:
-            return f"rank {rank} is still in epoch {epoch}"
-        return ""
+        if ask.epoch <= epoch + MAX_AHEAD:
+            return "", ""
+        if job.is_live(rank, at, self._jobs.lease):
+            return f"rank {rank} is still in epoch {epoch}", "wait-timeout"
+        silent = at - job.liveness[rank].heard if rank in job.liveness else 0.0
+        return f"rank {rank} is still in epoch {epoch}, and was not heard for {silent:.0f} s", "rank-absent"
 
     def _grant(
         self, event: events.GrantsRequested, job: Job, infos: list[tuple[m.ShardAsk, ShardInfo]]
@@ -93,7 +106,7 @@ class Grants:
         found: list[m.GrantInfo] = []
         key = self._key()
         expires = event.now_ms + EXPIRY_MS
-        for shard_ask, info in infos[:MAX_OPEN]:
+        for shard_ask, info in infos:
             able = {w.message.id for w in usable if w.can_read(info.format)}
             if not able:
                 waiting = waiting or f"no worker that is up reads {info.format!r} shards"
@@ -105,8 +118,6 @@ class Grants:
             found.append(self._signed(grant, shard_ask.source, key))
         if found and not job.current.granted:
             self._update(job, granted=True)
-        if len(infos) > MAX_OPEN:
-            waiting = waiting or f"at most {MAX_OPEN} shards are granted at a time"
         return found, waiting
 
     def _usable(self, at: float, job: Job, avoid: tuple[str, ...]) -> tuple[list[Worker], str]:

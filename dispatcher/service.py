@@ -12,6 +12,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from importlib import metadata
 from typing import Any
 
 import pyarrow as pa
@@ -32,8 +33,8 @@ from .records import DatasetRecord
 
 _log = logging.getLogger("dispatcher.service")
 
-#: version of the dispatcher's answers to Hello
-RELEASE = "0.1"
+#: release of this program, for Hello
+RELEASE = metadata.version("feedline")
 
 
 class Service:

@@ -3,12 +3,14 @@
 import json
 import threading
 import time
+from functools import partial
 
 import msgspec
 import pyarrow.flight as fl
 import pytest
 from core_bench import make_manifest
 
+from dispatcher import events
 from dispatcher.config import DispatcherConfig
 from dispatcher.main import Dispatcher
 from dispatcher.memory_store import MemoryBackend, MemoryStore
@@ -338,6 +340,20 @@ def test_a_second_dispatcher_refuses_names_the_leader_and_takes_over(tmp_path, b
     finally:
         connection.close()
         standby.close()
+
+
+def test_an_internal_error_fails_one_request_and_the_state_is_loaded_again(call, manifest, dispatcher, backend):
+    upload(call, manifest)
+    call(opening(manifest), m.JobOpened)
+
+    def look(state, event):
+        state.jobs.by_name.clear()  # half a change, and then
+        raise ZeroDivisionError("a bug")
+
+    with pytest.raises(ProtocolError, match="failed on Asked: ZeroDivisionError"):
+        dispatcher.driver.submit(partial(events.Asked, look=look))
+    assert eventually(lambda: call(opening(manifest), m.JobOpened)).generation == 1
+    assert backend.terms == 2
 
 
 def test_many_callers_at_once(call, manifest, backend):

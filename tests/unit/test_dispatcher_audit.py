@@ -85,6 +85,14 @@ def test_unknown_epochs_are_refused(bench):
             bench.audit(epoch=epoch)
 
 
+def test_an_epoch_that_was_skipped_is_refused(bench):
+    opened = bench.open(epochs=None)
+    run_epoch(bench, opened=[opened])
+    run_epoch(bench, epoch=3, opened=[opened])
+    with pytest.raises(ConfigError, match="has not entered epoch 2"):
+        bench.audit(epoch=2)
+
+
 # -- tails, skips, abandoned
 
 
