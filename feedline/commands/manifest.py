@@ -17,13 +17,14 @@ import msgspec
 
 from manifests.build import FORMATS, build
 from manifests.compare import diff, verify
+from manifests.errors import ConfigError
 from manifests.manifest import Manifest
 from manifests.schema import Field
 from manifests.units import format_size
 
 from ..client import connect, load_manifest
 from ..options import add_dispatcher
-from ..output import print_json, table
+from ..output import print_error, print_json, table
 
 #: warnings that are printed one by one; of more only the count
 MOST_WARNINGS = 50
@@ -163,7 +164,12 @@ def _verify(args: argparse.Namespace) -> int:
 def _register(args: argparse.Namespace) -> int:
     manifest = load_manifest(args.file)
     with connect(args) as client:
-        answer = client.register(manifest)
+        try:
+            answer = client.register(manifest)
+        except ConfigError as error:
+            # the command was used rightly: it is the dispatcher that refuses, e.g. other content under this name
+            print_error(error, args.json)
+            return 1
     if args.json:
         print_json({"name": answer.name, "version": answer.version, "digest": answer.digest, "new": answer.new})
     else:
