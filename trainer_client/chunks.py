@@ -59,24 +59,24 @@ class Chunk:
         else:
             good = offsets
         new = self.part[good] < 0
-        number = len(self._parts)
         if new.any():
+            # the mark last: a place that shows as filled can be read
             self._parts.append(part)
-            self.part[good[new]] = number
             self._row[good[new]] = np.flatnonzero(new)
+            self.part[good[new]] = len(self._parts) - 1
         filled = int(new.sum())
         for offset, row in bad:
             if self.part[offset] == MISSING:
-                self.part[offset] = BAD
                 self.bad[offset] = row
+                self.part[offset] = BAD
                 filled += 1
         return filled
 
     def fail(self, offsets: I64, error: Exception) -> None:
         """These rows cannot be had."""
         missing = offsets[self.part[offsets] == MISSING]
-        self.part[missing] = FAILED
         self.errors.update(dict.fromkeys(missing.tolist(), error))
+        self.part[missing] = FAILED
 
     def pieces(self, offsets: I64, places: I64) -> list[Piece]:
         """Where the rows at ``offsets`` (filled) are, for the places ``places`` of a batch."""

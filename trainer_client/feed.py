@@ -122,6 +122,7 @@ class Feed:
         self._ahead_end = 0
         self._last_wanted: list[int] = []
         self._workers: dict[str, float] = {}
+        self._quiet: dict[str, float] = {}
         self._blocked = ""
         self._keeper = GrantKeeper(
             control,
@@ -152,7 +153,11 @@ class Feed:
     def status(self, first: int, count: int) -> npt.NDArray[np.int32]:
         """Marks of the rows ``first ..`` of the read stream that are planned, at most ``count``, cut at the first one
         that is not there yet: a part number, BAD or FAILED. int32 [<= count]."""
-        marks = [c.part[max(0, first - c.first) :] for c in self._chunks if c.end > first and c.first < first + count]
+        with self._lock:
+            marks = [
+                c.part[max(0, first - c.first) :] for c in self._chunks if c.end > first and c.first < first + count
+            ]
+            marks = [part.copy() for part in marks]
         known = np.concatenate(marks)[:count] if marks else np.empty(0, np.int32)
         missing = np.flatnonzero(known == MISSING)
         return known[: missing[0]] if len(missing) else known
@@ -187,9 +192,10 @@ class Feed:
 
     def chunk_at(self, place: int) -> Chunk:
         """The chunk that holds this place of the read stream."""
-        for chunk in self._chunks:
-            if chunk.first <= place < chunk.end:
-                return chunk
+        with self._lock:
+            for chunk in self._chunks:
+                if chunk.first <= place < chunk.end:
+                    return chunk
         raise LookupError(f"place {place} is not planned")
 
     def release(self, place: int) -> None:
@@ -425,6 +431,9 @@ class Feed:
             raise ProtocolError(
                 f"worker {read.worker.id} sent {len(view.ids)} rows and {len(bad)} bad of {len(offsets)}"
             )
+        good = offsets if not bad else offsets[~np.isin(offsets, [offset for offset, _ in bad])]
+        if not np.array_equal(view.ids, chunk.ids[good]):
+            raise ProtocolError(f"worker {read.worker.id} sent other rows than were asked for")
         with self._lock:
             filled = chunk.fill(offsets, view, bad)
             self._bad += sum(1 for offset, _ in bad if chunk.part[offset] == BAD)
@@ -456,7 +465,10 @@ class Feed:
         shard = int(chunk.shards[rest[0]]) if len(rest) else -1
         code = error.code if isinstance(error, FeedlineError) else "unreachable"
         failure = m.ReadFailure(worker=read.worker.id, source=0, shard=shard, code=code, message=str(error)[:300])
-        log.warning("read of %d rows from worker %s failed: %s", len(rest), read.worker.id, error)
+        first = self._quiet.get(read.worker.id, 0.0) < time.monotonic()
+        self._quiet[read.worker.id] = time.monotonic() + 10.0  # one line per worker and outage, not per read
+        level = logging.WARNING if first else logging.DEBUG
+        log.log(level, "read of %d rows from worker %s failed: %s", len(rest), read.worker.id, error)
         with self._lock:
             chunk.tries += isinstance(error, FeedlineError)
             final = isinstance(error, (ConfigError, ShardChanged, ShardMissing)) or chunk.tries >= _TRIES

@@ -163,8 +163,8 @@ class Read:
                 if self.abandoned:
                     break
                 if part is not None and (part.done > self.done or batch.num_rows):
-                    before, self.done = self.done, part.done
-                    self._on_part(self, batch, before, part)
+                    self._on_part(self, batch, self.done, part)
+                    self.done = part.done  # only now: rows of a part that was refused are read again
             if not self.abandoned and self.done < len(self.offsets):
                 raise ConnectionError(f"the stream of worker {self.worker.id} ended after {self.done} rows")
         except Exception as error:
