@@ -145,8 +145,11 @@ class Workers:
         if worker is None:
             return
         worker.failures[failure.code] = worker.failures.get(failure.code, 0) + 1
+        count = worker.failures[failure.code]
         if failure.code in UNREACHABLE and not worker.suspect:
             worker.suspect = True
+            if count & (count - 1):  # it answers heartbeats but no client: say so less and less often
+                return
             self._out.log(
                 logging.WARNING,
                 f"worker {failure.worker} cannot be reached by job {job} at its advertised address "
