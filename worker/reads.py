@@ -168,9 +168,7 @@ class _Read:
 
     def parts(self) -> Iterator[Part]:
         """The messages. Closing the generator ends the read and gives its memory back."""
-        grant = self._plan.grants[0]
-        with logs.cause(""):
-            log.debug("read of %d rows for job %s rank %d", len(self._plan.rows), grant.job, grant.rank)
+        self._log(logging.DEBUG, "begins")
         self._reads._began(self)
         send_us = 0
         try:
@@ -247,9 +245,16 @@ class _Read:
         return rows, int(rows * (output + min(stored, 4 * UNIT))) + 1
 
     def _worded(self, error: BaseException) -> BaseException:
-        if not isinstance(error, FeedlineError):
-            log.error("read failed: %s: %s", type(error).__name__, error, exc_info=error)
+        known = isinstance(error, FeedlineError)
+        self._log(logging.WARNING if known else logging.ERROR, f"fails: {type(error).__name__}: {error}", error)
         return error
+
+    def _log(self, level: int, what: str, error: BaseException | None = None) -> None:
+        grant = self._plan.grants[0]
+        with logs.cause(self._plan.cause):
+            trace = error if error is not None and not isinstance(error, FeedlineError) else None
+            rows = len(self._plan.rows)
+            log.log(level, "read of %d rows for job %s rank %d %s", rows, grant.job, grant.rank, what, exc_info=trace)
 
     def _close(self) -> None:
         self._io.close()

@@ -39,6 +39,8 @@ class Plan:
     which: I64
     rows: I64
     ids: I64
+    #: ties log lines together
+    cause: str = ""
 
 
 def open_ticket(data: bytes, worker: str, authority: Authority) -> Plan:
@@ -75,7 +77,7 @@ def open_ticket(data: bytes, worker: str, authority: Authority) -> Plan:
             cause=f"row {int(rows[at])} is outside of rows {int(first[at])} to {int(last[at])} of its grant",
         )
     ids = np.array([grant.first_id for grant in grants], np.int64)[which] + rows
-    return Plan(grants, which, rows, ids)
+    return Plan(grants, which, rows, ids, ticket.cause)
 
 
 def _check_count(rows: int) -> None:

@@ -257,31 +257,54 @@ def test_told_to_drain_it_ends(tmp_path: Path) -> None:
         assert workers(made) == {}
 
 
-def test_finishes_a_read_before_it_ends(tmp_path: Path) -> None:
-    write_arrow(tmp_path / "a.arrow", pa.table({"x": pa.array(["v" * 20_000] * 2000, pa.large_string())}))
-    stored = Stored.of(tmp_path / "a.arrow", "arrow")
-    with dispatcher(tmp_path / "store") as made, started("--dispatcher", str(made.address)) as process:
-        address, name = process.wait_line(READY).groups()
-        control, data = Connection(made.address), Connection(parse_address(address))
+@contextlib.contextmanager
+def reading(
+    made: Dispatcher, address: str, name: str, folder: Path
+) -> Iterator[Iterator[tuple[pa.RecordBatch, object]]]:
+    """A read of 40 MB in 2000 rows on the worker, with a grant signed by the dispatcher's own key."""
+    write_arrow(folder / "a.arrow", pa.table({"x": pa.array(["v" * 20_000] * 2000, pa.large_string())}))
+    stored = Stored.of(folder / "a.arrow", "arrow")
+    control, data = Connection(made.address), Connection(parse_address(address))
+    try:
         spec = codec.encode(m.JobSpec(fields=(stored.fields,), labels=({},)))
         control.call(m.PutBlob(digest=digest(spec), data=spec), m.Done)
-        beat = m.RegisterWorker(id="spy", incarnation="1", address="127.0.0.1:9")
-        welcome = control.call(beat, m.WorkerWelcome)
+        spy = m.RegisterWorker(id="spy", incarnation="1", address="127.0.0.1:9")
+        welcome = control.call(spy, m.WorkerWelcome)
+        control.call(m.LeaveWorker(id="spy", incarnation="1"), m.Done)
         key, secret = next(iter(welcome.keys.items()))
         grant = m.Grant(
             job="j", tenant="t", generation=1, rank=0, epoch=0, seed=0, source=0, manifest="m", spec=digest(spec),
             shard=0, uri=uri_of(stored.path), format="arrow", rows=2000, bytes=stored.size,
             content_id=stored.content_id, first_id=0, last_row=2000, workers=(name,), expires_ms=welcome.now_ms + 60_000,
         )  # fmt: skip
-        stream = iter(data.read(codec.encode(m.ReadTicket(grants=(codec.sign(grant, key, secret),)))))
-        rows = next(stream)[0].num_rows
-        process.process.send_signal(signal.SIGTERM)
-        process.wait_line("finishes 1 reads")
-        rows += sum(batch.num_rows for batch, _ in stream)
-        assert rows == 2000
-        assert process.end() == 0
+        yield iter(data.read(codec.encode(m.ReadTicket(grants=(codec.sign(grant, key, secret),)))))
+    finally:
         control.close()
         data.close()
+
+
+def test_finishes_a_read_before_it_ends(tmp_path: Path) -> None:
+    with dispatcher(tmp_path / "store") as made, started("--dispatcher", str(made.address)) as process:
+        address, name = process.wait_line(READY).groups()
+        with reading(made, address, name, tmp_path) as stream:
+            rows = next(stream)[0].num_rows
+            process.process.send_signal(signal.SIGTERM)
+            process.wait_line("finishes 1 reads")
+            rows += sum(batch.num_rows for batch, _ in stream)
+            assert rows == 2000
+            assert process.end() == 0
+
+
+def test_a_second_signal_ends_it_though_a_client_takes_nothing(tmp_path: Path) -> None:
+    with dispatcher(tmp_path / "store") as made, started("--dispatcher", str(made.address)) as process:
+        address, name = process.wait_line(READY).groups()
+        with reading(made, address, name, tmp_path) as stream:
+            next(stream)
+            process.process.send_signal(signal.SIGTERM)
+            process.wait_line("finishes 1 reads")
+            process.process.send_signal(signal.SIGTERM)
+            assert process.end(12) == 0
+            assert workers(made) == {}
 
 
 def test_ends_with_its_parent() -> None:

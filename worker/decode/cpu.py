@@ -106,12 +106,12 @@ def _reason(error: Exception) -> str:
 
 
 def _pixels(image: Image.Image, kind: str, mode: Mode, orient: bool) -> U8:
-    tag = _orientation(image)
-    image.load()
     if kind == "TIFF":
-        turn = None if orient else _BACK.get(tag)
+        turn = None if orient else _BACK.get(_orientation(image))
+        image.load()
     else:
-        turn = _TURN.get(tag) if orient else None
+        image.load()  # first: reading EXIF may load the pixels, and would hide that they are damaged
+        turn = _TURN.get(_orientation(image)) if orient else None
     if image.mode.startswith("I") or image.mode == "F":
         array = _wide(image, kind, turn)
         return np.repeat(array[:, :, None], 3, axis=2) if mode == "RGB" else array[:, :, None]
