@@ -139,6 +139,8 @@ class Control:
 
     def _connection(self, address: Address) -> Connection:
         with self._lock:
+            if self._closing.is_set():
+                raise Closed
             if address not in self._connections:
                 self._connections[address] = Connection(address, self._options)
             return self._connections[address]

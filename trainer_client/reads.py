@@ -15,7 +15,7 @@ import pyarrow as pa
 from manifests.wire import codec
 from manifests.wire import messages as m
 from manifests.wire.connection import ConnectionOptions, parse_address
-from manifests.wire.flight import Connection, Stream
+from manifests.wire.flight import Connection, ReadCancelled, Stream
 
 log = logging.getLogger("feedline.client")
 I64 = npt.NDArray[np.int64]
@@ -75,6 +75,8 @@ class ReadPool:
     def connection(self, address: str) -> Connection:
         """The connection to a worker, kept for later reads."""
         with self._lock:
+            if self._closed:
+                raise ReadCancelled("the loader is closed")
             if address not in self._connections:
                 self._connections[address] = Connection(parse_address(address), self._options)
             return self._connections[address]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import time
@@ -27,7 +28,7 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> manifests.Manifest:
     generator = random.Random(5)
     cuts = sorted(generator.sample(range(1, ROWS), SHARDS - 1))
     bounds = [0, *cuts, ROWS]
-    for shard, (first, last) in enumerate(zip(bounds, bounds[1:])):
+    for shard, (first, last) in enumerate(itertools.pairwise(bounds)):
         members = []
         for row in range(first, last):
             members += [(f"{row:05d}.cls", b"%d" % (row % 10)), (f"{row:05d}.bin", generator.randbytes(4096))]
