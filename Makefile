@@ -19,8 +19,8 @@ $(STAMP): pyproject.toml
 	  { echo "feedline needs Python 3.11 or newer; $(PYTHON) is `$(PYTHON) --version 2>&1`. Try: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
 	@echo "making $(VENV) (once; downloads about 500 MB)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(RUN) -m pip install --quiet --disable-pip-version-check $(TORCH)
-	@$(RUN) -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@$(RUN) -m pip install -qq --disable-pip-version-check $(TORCH)
+	@$(RUN) -m pip install -qq --disable-pip-version-check -e '.[dev]'
 	@touch $@
 
 demo: venv

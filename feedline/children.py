@@ -85,7 +85,7 @@ class Child:
         self._ready_on = ready_on
         self._echo = echo
         self._match: re.Match[str] | None = None
-        self._last: deque[str] = deque(maxlen=LAST_LINES)
+        self._last = {kind: deque[str](maxlen=LAST_LINES) for kind in ("stdout", "stderr")}
         self._heard = threading.Event()
         self._lock = threading.Lock()
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -136,7 +136,7 @@ class Child:
 
     def _hear(self, line: str, kind: str) -> None:
         with self._lock:
-            self._last.append(line.rstrip())
+            self._last[kind].append(line.rstrip())
             first = self._match is None and kind == self._ready_on
             if first:
                 self._match = self._ready.search(line)
@@ -164,9 +164,9 @@ class Child:
         raise ChildFailed(self.name, what, self.log, self.last_lines())
 
     def last_lines(self) -> list[str]:
-        """The end of what it wrote."""
+        """The end of what it wrote to stderr; if that is nothing, to stdout."""
         with self._lock:
-            return list(self._last)
+            return list(self._last["stderr"] or self._last["stdout"])
 
     def poll(self) -> int | None:
         """Exit status (minus the signal's number), None while it runs."""
@@ -176,6 +176,17 @@ class Child:
         """Send a signal; nothing happens when it has ended."""
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(number)
+
+    def pause(self) -> None:
+        """SIGSTOP, and wait until no thread of it runs any more (the kernel needs a moment)."""
+        self.signal(signal.SIGSTOP)
+        deadline = time.monotonic() + _JOIN
+        while _runs(self.pid) and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+    def resume(self) -> None:
+        """SIGCONT."""
+        self.signal(signal.SIGCONT)
 
     def end(self, grace: float) -> int:
         """SIGTERM, then SIGKILL to what still runs after ``grace`` seconds. Returns the exit status."""
@@ -195,6 +206,16 @@ class Child:
             if stream is not None:
                 stream.close()
         self._file.close()
+
+
+def _runs(pid: int) -> bool:
+    """Is any thread of the process not stopped? False where the system does not tell."""
+    for task in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):
+            # the state follows the name, which may hold anything, in brackets
+            if task.read_text().rpartition(")")[2].split()[0] not in ("T", "t", "Z", "X"):
+                return True
+    return False
 
 
 def end_all(children: Sequence[Child], grace: float) -> None:

@@ -57,7 +57,7 @@ class LocalCluster:
     """Starts and ends the processes. Use from the main thread only (children die with the thread that starts them).
 
     Args:
-        data: folder for etcd's data, the store and the logs; made if missing, mode 0700.
+        data: folder for etcd's data, the store and the logs; made with mode 0700 if missing.
         memory: what ``--memory`` each worker gets.
         listen: address of the dispatcher; workers listen on the same host, on free ports.
         lease: what ``--lease`` both get, None: their default.
@@ -89,8 +89,8 @@ class LocalCluster:
         self._worker_arguments = list(worker_arguments)
         self._echo = echo
         self._numbers = {"dispatcher": 0, "worker": 0}
-        data.mkdir(parents=True, exist_ok=True)
-        data.chmod(0o700)
+        # a folder that is there already keeps its mode: it may be the user's own
+        data.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.etcd = Etcd(data / "etcd", log=self.logs / "etcd.log", binary=etcd_binary, fsync=fsync)
         self.dispatchers: list[Member] = []
         self.workers: list[Member] = []

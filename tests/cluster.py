@@ -12,7 +12,6 @@ inside the ``with`` block the ends of all logs are printed.
 from __future__ import annotations
 
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -72,7 +71,7 @@ class TestCluster:
         for child in self.local.children:
             # a paused process ends only once it goes on
             if child.poll() is None:
-                child.signal(signal.SIGCONT)
+                child.resume()
         self.local.end()
         self._remove()
 
@@ -125,12 +124,12 @@ class TestCluster:
         return self.child(name).end(grace)
 
     def pause(self, name: str) -> None:
-        """SIGSTOP: it is there, and silent."""
-        self.child(name).signal(signal.SIGSTOP)
+        """SIGSTOP: it is there, and silent from the moment this returns."""
+        self.child(name).pause()
 
     def resume(self, name: str) -> None:
         """SIGCONT."""
-        self.child(name).signal(signal.SIGCONT)
+        self.child(name).resume()
 
     def restart_dispatcher(self, *, kill: bool = True) -> None:
         """End the dispatcher (SIGKILL, or SIGTERM with ``kill=False``) and start it on the same port and etcd."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import socket
 import threading
 import time
@@ -69,7 +68,7 @@ def test_killed_etcd_fails_calls_in_time_and_goes_on_with_its_data(etcd: Etcd, s
 
 def test_frozen_etcd_fails_calls_in_time(etcd: Etcd, store: EtcdStore) -> None:
     term = lead(store)
-    etcd.child.signal(signal.SIGSTOP)
+    etcd.child.pause()
     try:
         start = time.monotonic()
         with pytest.raises(CommitUnknown):
@@ -80,21 +79,21 @@ def test_frozen_etcd_fails_calls_in_time(etcd: Etcd, store: EtcdStore) -> None:
             store.load()
         assert time.monotonic() - start < DEADLINE
     finally:
-        etcd.child.signal(signal.SIGCONT)
+        etcd.child.resume()
     records, sequence = store.load()
     assert (records, sequence) in (({}, 0), ({"a": b"1"}, 1))
 
 
 def test_short_freeze_is_ridden_out_and_the_commit_applied_once(etcd: Etcd, store: EtcdStore) -> None:
     term = lead(store)
-    etcd.child.signal(signal.SIGSTOP)
-    waker = threading.Timer(1.2, lambda: etcd.child.signal(signal.SIGCONT))
+    etcd.child.pause()
+    waker = threading.Timer(1.2, lambda: etcd.child.resume())
     waker.start()
     try:
         assert store.commit(term, 0, {"a": b"1"}, []) == 1
     finally:
         waker.join()
-        etcd.child.signal(signal.SIGCONT)
+        etcd.child.resume()
     assert store.load() == ({"a": b"1"}, 1)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -81,10 +80,10 @@ class RealEtcd:
         time.sleep(seconds + (0.8 if seconds >= 1 else 0.0))
 
     def go_away(self) -> None:
-        self.etcd.child.signal(signal.SIGSTOP)
+        self.etcd.child.pause()
 
     def come_back(self) -> None:
-        self.etcd.child.signal(signal.SIGCONT)
+        self.etcd.child.resume()
 
     def close(self) -> None:
         for store in self.made:
