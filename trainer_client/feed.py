@@ -468,7 +468,7 @@ class Feed:
         first = self._quiet.get(read.worker.id, 0.0) < time.monotonic()
         self._quiet[read.worker.id] = time.monotonic() + 10.0  # one line per worker and outage, not per read
         level = logging.WARNING if first else logging.DEBUG
-        log.log(level, "read of %d rows from worker %s failed: %s", len(rest), read.worker.id, error)
+        log.log(level, "read of %d rows from worker %s failed: %s", len(rest), read.worker.id, str(error))
         with self._lock:
             chunk.tries += isinstance(error, FeedlineError)
             final = isinstance(error, (ConfigError, ShardChanged, ShardMissing)) or chunk.tries >= _TRIES

@@ -170,9 +170,13 @@ class Read:
             if not self.abandoned and self.done < len(self.offsets):
                 raise ConnectionError(f"the stream of worker {self.worker.id} ended after {self.done} rows")
         except Exception as error:
-            self._on_end(self, error)
+            failed: Exception | None = error
         else:
-            self._on_end(self, None)
+            failed = None
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close()
+        self._on_end(self, failed)
 
     def abandon(self, pool: ReadPool) -> None:
         """Give the read up: what still comes is not used."""

@@ -91,24 +91,33 @@ class Stream:
     """One open ``DoGet``: iterate record batches with their metadata; ``cancel`` from any thread."""
 
     def __init__(self, reader: fl.FlightStreamReader, peer: str) -> None:
-        self._reader = reader
+        self._reader: fl.FlightStreamReader | None = reader
         self._peer = peer
 
     def __iter__(self) -> Iterator[tuple[pa.RecordBatch, m.ReadPart | None]]:
-        while True:
+        while (reader := self._reader) is not None:
             try:
-                chunk = self._reader.read_chunk()
+                chunk = reader.read_chunk()
             except StopIteration:
                 return
             except Exception as error:
-                raise from_flight_error(error, self._peer) from None
+                failure = from_flight_error(error, self._peer)
+                del reader
+                raise failure from None
             meta = chunk.app_metadata
             yield chunk.data, (codec.decode(meta.to_pybytes(), m.ReadPart) if meta is not None else None)
 
     def cancel(self) -> None:
         """Stop the read; a thread inside ``next()`` gets ``ReadCancelled``."""
-        with contextlib.suppress(Exception):
-            self._reader.cancel()
+        reader = self._reader
+        if reader is not None:
+            with contextlib.suppress(Exception):
+                reader.cancel()
+
+    def close(self) -> None:
+        """Stop the read and let go of it; an exception that remembers this stream then holds no socket."""
+        self.cancel()
+        self._reader = None
 
 
 class Connection:
