@@ -225,7 +225,8 @@ def test_registers_again_by_itself_case_23(tmp_path: Path) -> None:
         for store in (backend, MemoryBackend()):
             with dispatcher(tmp_path / "b", listen=listen, backend=store) as made:
                 until(lambda made=made: "w-1" in workers(made), "registered again")
-        assert process.stop() == 0
+                if store is not backend:
+                    assert process.stop() == 0
         lost = [line for line in process.err if "no dispatcher" in line]
         assert 1 <= len(lost) <= 2, process.err  # the second outage may be shorter than a heartbeat
         assert len([line for line in process.err if "answers again after" in line]) == len(lost)
