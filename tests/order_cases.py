@@ -30,7 +30,7 @@ class Case:
     rows: tuple[int, ...]
     seed: int = 1
     epoch: int = 0
-    shuffle: Shuffle | None = Shuffle()
+    shuffle: Shuffle | None = Shuffle()  # noqa: RUF009  (frozen)
     lanes: int = 12
 
     @property

@@ -35,7 +35,7 @@ from manifests.wire import messages as m
 from manifests.wire.flight import PeerSilent
 
 from .chunks import BAD, FAILED, MISSING, Chunk
-from .control import Control
+from .control import Closed, Control
 from .grants import ASK, GrantKeeper, Held
 from .reads import Read, ReadPool
 from .session import Leg
@@ -167,9 +167,12 @@ class Feed:
 
         Raises:
             FeedlineError: the loader cannot go on, or nothing came for ``timeout`` seconds (named).
+            Closed: the feed was closed meanwhile.
         """
         with self._lock:
             while True:
+                if self._closing:
+                    raise Closed
                 error = fatal()
                 if error is not None:
                     raise error
@@ -196,6 +199,8 @@ class Feed:
             for chunk in self._chunks:
                 if chunk.first <= place < chunk.end:
                     return chunk
+            if self._closing:
+                raise Closed
         raise LookupError(f"place {place} is not planned")
 
     def release(self, place: int) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import multiprocessing.util
+import os
 import threading
 import time
 import warnings
@@ -19,7 +21,7 @@ from manifests.pipeline import Pipeline
 from manifests.wire import messages as m
 
 from .config import ClientOptions, LoaderConfig, Mix, Shuffle, check_lanes, make_config
-from .control import Control
+from .control import Closed, Control
 from .joining import Dataset, find_dataset, new_holder, open_generation, settings_of
 from .ranks import resolve_rank
 from .reads import ReadPool
@@ -148,6 +150,8 @@ class RemoteDataLoader:
         self._allow: frozenset[str] = frozenset()
         self._set_epoch: int | None = None
         self._pass: _Pass | None = None
+        #: the epoch that ``state_dict`` tells of; set as one, so that any thread may ask without the lock
+        self._where: tuple[Run, Epoch] | None = None
         self._waits = Waits()
         self._closed = False
 
@@ -165,7 +169,10 @@ class RemoteDataLoader:
             engine = self._connect()
             before = self._run
             if before is None or self._loaded is not None or self._rewinds(before):
-                run = self._open(engine)
+                try:
+                    run = self._open(engine)
+                except Closed:
+                    raise _closed() from None
                 first, epoch = run.start.first_epoch, run.start.epoch
             else:
                 run = before
@@ -175,13 +182,22 @@ class RemoteDataLoader:
             stop = None if self._config.epochs is None else max(first + self._config.epochs, epoch + 1)
             if self._pass is not None:
                 self._pass.superseded = True
-            current = run.begin(epoch, first)
+            current = self._begin(run, epoch, first)
+            self._loaded_raw = None
             if current.leg.steps == 0:
                 self._no_steps(current)
             self._pass = _Pass(self, run, current, stop)
             if not self._waits.started:
                 self._waits.started = time.monotonic()
             return self._pass
+
+    def _begin(self, run: Run, epoch: int, first: int) -> Epoch:
+        try:
+            entered = run.begin(epoch, first)
+        except Closed:
+            raise _closed() from None
+        self._where = run, entered
+        return entered
 
     def __len__(self) -> int:
         """Batches of one whole pass (``epochs`` epochs), whatever was resumed.
@@ -233,37 +249,37 @@ class RemoteDataLoader:
     def state_dict(self) -> dict[str, Any]:
         """The position after the last batch the loop received. A small dict of plain values; makes no call.
 
-        Its size does not depend on the position. See ``trainer_client.state`` for the entries.
+        Its size does not depend on the position. Any thread may call it at any time; it never waits. See
+        ``trainer_client.state`` for the entries.
         """
-        with self._lock:
-            if self._loaded is not None and self._loaded_raw is not None:
-                return dict(self._loaded_raw)
-            run = self._run
-            if run is None or run.current is None:
-                return self._blank_state()
-            epoch = run.current
-            leg, position = epoch.leg, epoch.session.position
-            number, first = epoch.number, epoch.first_epoch
-            step = leg.first_step + position.steps
-            taken = encode_taken(leg.taken(position.read, position.steps).tolist())
-            if epoch.session.finished:  # one state for the end of an epoch and the start of the next
-                number, step, taken = number + 1, 0, encode_taken([0] * leg.plan.lanes)
-                epochs = self._config.epochs
-                if epochs is not None and number >= first + epochs:
-                    first = number
-            return {
-                "version": VERSION,
-                "dataset": run.dataset.label,
-                "identity": identity_of(run.settings),
-                "generation": run.generation,
-                "epoch": number,
-                "step": step,
-                "first_epoch": first,
-                "rank": run.rank,
-                "world_size": run.settings.world_size,
-                "taken": taken,
-                "skip": self._config.on_error == "skip",
-            }
+        loaded, where = self._loaded_raw, self._where
+        if loaded is not None:
+            return dict(loaded)
+        if where is None:
+            return self._blank_state()
+        run, epoch = where
+        leg, position = epoch.leg, epoch.session.position
+        number, first = epoch.number, epoch.first_epoch
+        step = leg.first_step + position.steps
+        taken = encode_taken(leg.taken(position.read, position.steps).tolist())
+        if leg.ends_at(position):  # one state for the end of an epoch and the start of the next
+            number, step, taken = number + 1, 0, encode_taken([0] * leg.plan.lanes)
+            epochs = self._config.epochs
+            if epochs is not None and number >= first + epochs:
+                first = number
+        return {
+            "version": VERSION,
+            "dataset": run.dataset.label,
+            "identity": identity_of(run.settings),
+            "generation": run.generation,
+            "epoch": number,
+            "step": step,
+            "first_epoch": first,
+            "rank": run.rank,
+            "world_size": run.settings.world_size,
+            "taken": taken,
+            "skip": self._config.on_error == "skip",
+        }
 
     def _blank_state(self) -> dict[str, Any]:
         return {
@@ -319,8 +335,8 @@ class RemoteDataLoader:
         if self._config.ack != "manual":
             raise ConfigError("ack() needs ack='manual'", cause=f"this loader has ack={self._config.ack!r}")
         run = self._run
-        if run is not None and run.current is not None:
-            run.current.books.acknowledge()
+        if run is not None:
+            run.reporter.acknowledge()
             run.reporter.flush(5.0)
 
     # -- figures and end
@@ -350,12 +366,14 @@ class RemoteDataLoader:
         }
 
     def close(self) -> None:
-        """Deliver acknowledgements (at most 5 s), give the rank's lease back, stop all threads. Final."""
-        with self._lock:
-            self._closed = True
-            engine = self._engine
-            if self._pass is not None:
-                self._pass.superseded = True
+        """Deliver acknowledgements (at most 5 s), give the rank's lease back, stop all threads. Final.
+
+        Any thread may call it; a loop that waits gets an error at once.
+        """
+        self._closed = True  # without the lock, which a loop that waits for ranks holds
+        engine, current = self._engine, self._pass
+        if current is not None:
+            current.superseded = True
         if engine is not None:
             engine.close()
 
@@ -382,7 +400,13 @@ class RemoteDataLoader:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ConfigError("this loader is closed", remedy="make a new one")
+            raise _closed()
+        if self._engine is not None and self._engine.pid != os.getpid():
+            raise ConfigError(
+                "this loader was connected before the process was forked",
+                cause="its threads and connections stayed in the parent process",
+                remedy="make a new loader here, or pickle it",
+            )
 
     def _connect(self) -> Engine:
         with self._lock:
@@ -400,6 +424,8 @@ class RemoteDataLoader:
                 dataset = find_dataset(control, config)
                 if self._loaded is not None:
                     check_fits(self._loaded, settings_of(config, dataset, self._ranks[1]), self._allow)
+            except Closed:
+                raise _closed() from None
             except BaseException:
                 control.close()
                 raise
@@ -411,7 +437,16 @@ class RemoteDataLoader:
             )
             engine = Engine(control, pool)
             self._dataset, self._holder, self._engine = dataset, new_holder(), engine
+            if self._closed:  # meanwhile, on another thread
+                engine.close()
+                raise _closed()
             _open_engines.add(engine)
+            if multiprocessing.parent_process() is not None:
+                # processes of multiprocessing end without atexit
+                multiprocessing.util.Finalize(engine, Engine.close, args=(engine,), exitpriority=10)
+            if multiprocessing.parent_process() is not None:
+                # processes of multiprocessing end without atexit
+                multiprocessing.util.Finalize(engine, Engine.close, args=(engine,), exitpriority=10)
             weakref.finalize(self, engine.close).atexit = False
             return engine
 
@@ -459,8 +494,8 @@ class RemoteDataLoader:
             pool=engine.pool,
             waits=self._waits,
         )
-        engine.run = run
-        self._loaded = self._loaded_raw = None
+        engine.adopt(run)
+        self._loaded = None
         return run
 
     def _start_point(self, before: Run | None) -> m.StartPoint:
@@ -483,7 +518,9 @@ class RemoteDataLoader:
             return self._set_epoch if self._set_epoch is not None else run.start.epoch
         if self._config.ack == "next":
             epoch.books.acknowledge()
-        if not epoch.session.finished:
+        if epoch.session.finished:  # left with its last batch, before the loop was told that it was the last
+            epoch.books.finish()
+        else:
             epoch.books.abandon()
         return self._set_epoch if self._set_epoch is not None else epoch.number + 1
 
@@ -513,21 +550,27 @@ class _Pass:
         return self
 
     def __next__(self) -> Any:
-        loader = self._loader
-        with loader._lock:
-            if self._ended:
-                raise StopIteration
-            if self.superseded:
-                raise ConfigError("this iteration is over", cause="the loader was closed, rewound or iterated anew")
-            if loader._config.ack == "next":
-                self.epoch.books.acknowledge()
+        # No lock: other threads may save the state or close the loader while this one waits for rows.
+        if self._ended:
+            raise StopIteration
+        config = self._loader._config
+        if self.superseded:
+            raise self._over()
+        self._loader._check_open()
+        if config.ack == "next":
+            self.epoch.books.acknowledge()
+        try:
             while True:
                 batch = self._run.next_batch(self.epoch)
                 if batch is not None:
                     self._run.look_ahead(self.epoch.first_epoch, self.stop)
-                    collate = loader._config.collate
-                    return batch if collate is None else collate(batch)
+                    return batch if config.collate is None else config.collate(batch)
                 self._end_epoch()
+        except Closed:
+            raise self._over() from None
+
+    def _over(self) -> ConfigError:
+        return ConfigError("this iteration is over", cause="the loader was closed, rewound or iterated anew")
 
     def _end_epoch(self) -> None:
         run, epoch = self._run, self.epoch
@@ -538,7 +581,14 @@ class _Pass:
             self._ended = True
             run.reporter.flush(5.0)
             raise StopIteration
-        self.epoch = run.begin(epoch.number + 1, epoch.first_epoch)
+        with self._loader._lock:
+            if self.superseded:
+                raise Closed
+            self.epoch = self._loader._begin(run, epoch.number + 1, epoch.first_epoch)
+
+
+def _closed() -> ConfigError:
+    return ConfigError("this loader is closed", remedy="make a new one")
 
 
 def _with(settings: m.JobSettings, *, seed: int | None, lanes: int | None) -> m.JobSettings:

@@ -63,6 +63,13 @@ class Reporter:
             self._books.append(books)
             self._wake.notify_all()
 
+    def acknowledge(self) -> None:
+        """Everything handed out in the epochs under way is acknowledged, those of earlier epochs too."""
+        with self._wake:
+            books = list(self._books)
+        for one in books:
+            one.acknowledge()
+
     def flush(self, timeout: float, leaving: bool = False) -> bool:
         """Send what is new now and wait for the answer. False: it was not answered in time."""
         try:

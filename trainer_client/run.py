@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from manifests.wire import messages as m
 from .books import Books
 from .chunks import BAD, FAILED
 from .config import LoaderConfig
-from .control import Control
+from .control import Closed, Control
 from .feed import Budget, Feed
 from .joining import Dataset
 from .reads import ReadPool
@@ -92,6 +93,8 @@ class Run:
         self._waits = waits
         self._fatal: FeedlineError | None = None
         self._feeds: list[Feed] = []
+        self._feeds_lock = threading.Lock()
+        self._closed = False
         self._ahead: Epoch | None = None
         self.current: Epoch | None = None
         self._bad = 0
@@ -163,27 +166,32 @@ class Run:
         return Epoch(number, leg, first_epoch)
 
     def _feed(self, epoch: Epoch) -> Feed:
-        feed = Feed(
-            epoch.leg,
-            epoch=epoch.number,
-            fields=self.dataset.fields,
-            control=self._control,
-            pool=self._pool,
-            budget=self._budget,
-            job=self.config.job,
-            generation=self.generation,
-            holder=self._holder.uid,
-            stall=float(self.config.options.stall),
-            timeout=self.config.timeout,
-            fatal=self.fail,
-        )
-        self._feeds.append(feed)
+        with self._feeds_lock:
+            if self._closed:
+                raise Closed
+            feed = Feed(
+                epoch.leg,
+                epoch=epoch.number,
+                fields=self.dataset.fields,
+                control=self._control,
+                pool=self._pool,
+                budget=self._budget,
+                job=self.config.job,
+                generation=self.generation,
+                holder=self._holder.uid,
+                stall=float(self.config.options.stall),
+                timeout=self.config.timeout,
+                fatal=self.fail,
+            )
+            self._feeds.append(feed)
         return feed
 
     def _drop(self, feed: Feed) -> None:
         feed.close()
         feed.join(1.0)
-        self._feeds.remove(feed)
+        with self._feeds_lock:
+            if feed in self._feeds:
+                self._feeds.remove(feed)
 
     # -- batches
 
@@ -326,7 +334,10 @@ class Run:
 
     def close(self, *, leave: bool, timeout: float = 5.0) -> None:
         """End the run: deliver acknowledgements and give the lease back if ``leave``; stop all threads."""
-        feeds = tuple(self._feeds)
+        with self._feeds_lock:
+            self._closed = True
+            feeds = tuple(self._feeds)
+            self._feeds.clear()
         for feed in feeds:
             feed.close()
         if leave and self._fatal is None:
@@ -334,7 +345,6 @@ class Run:
         self.reporter.close()
         for feed in feeds:
             feed.join(1.0)
-        self._feeds.clear()
 
 
 class Engine:
@@ -345,16 +355,34 @@ class Engine:
         self.pool = pool
         self.run: Run | None = None
         self.closing = threading.Event()
+        #: threads and connections live in this process only, not in one forked from it
+        self.pid = os.getpid()
         self._lock = threading.Lock()
 
+    def adopt(self, run: Run) -> None:
+        """``run`` is closed together with this; at once if this is closed already.
+
+        Raises:
+            Closed: this was closed while the generation was opened.
+        """
+        with self._lock:
+            if not self.closing.is_set():
+                self.run = run
+                return
+        run.close(leave=False)
+        raise Closed
+
     def close(self) -> None:
-        """Flush, give the lease back, stop. Safe to call twice and from any thread."""
+        """Flush, give the lease back, stop. Safe to call twice and from any thread; nothing in a forked process."""
+        if os.getpid() != self.pid:
+            return
         with self._lock:
             if self.closing.is_set():
                 return
             self.closing.set()
-        if self.run is not None:
-            self.run.close(leave=True)
+            run = self.run
+        if run is not None:
+            run.close(leave=True)
         self.pool.close()
         self.control.close()
         self.pool.join(2.0)

@@ -90,6 +90,10 @@ class Leg:
         own = cursor.own_lanes(rank, self.world_size, self.plan.lanes)
         return cursor.left(self._sizes[own], self.start[own])
 
+    def ends_at(self, position: Position) -> bool:
+        """All batches of the leg were handed out at this position."""
+        return position.steps >= self.steps or (self.tail == "ragged" and position.read >= self.candidates)
+
     def batch_rows(self, step: int) -> int:
         """Rows of batch ``step`` (counted from the leg's first)."""
         return max(0, min(self.batch_size, self.quota - step * self.batch_size))
@@ -168,9 +172,7 @@ class Session:
     @property
     def finished(self) -> bool:
         """All batches of the leg were handed out."""
-        if self.position.steps >= self.leg.steps:
-            return True
-        return self.leg.tail == "ragged" and self.position.read >= self.leg.candidates
+        return self.leg.ends_at(self.position)
 
     def next_batch(self, good: npt.NDArray[np.bool_]) -> tuple[I64, Position] | None:
         """The next batch, if it can be told from what is known.
