@@ -444,9 +444,6 @@ class RemoteDataLoader:
             if multiprocessing.parent_process() is not None:
                 # processes of multiprocessing end without atexit
                 multiprocessing.util.Finalize(engine, Engine.close, args=(engine,), exitpriority=10)
-            if multiprocessing.parent_process() is not None:
-                # processes of multiprocessing end without atexit
-                multiprocessing.util.Finalize(engine, Engine.close, args=(engine,), exitpriority=10)
             weakref.finalize(self, engine.close).atexit = False
             return engine
 
