@@ -72,7 +72,7 @@ class Chain:
     @property
     def decodes(self) -> bool:
         """True when a picture is decoded on the way."""
-        return bool(self.steps) and isinstance(self.steps[0][1], DecodeImage)
+        return any(isinstance(step, DecodeImage) for _, step in self.steps)
 
 
 class Pipeline:
@@ -236,14 +236,14 @@ def _apply(table: dict[str, Chain], index: int, step: Step) -> dict[str, Chain]:
 def _decoded(table: dict[str, Chain], index: int, step: DecodeImage) -> dict[str, Chain]:
     name = step.field if step.field is not None else _picture_field(table)
     chain = _get(table, step, name)
-    if chain.output.kind != "bytes" or chain.steps:
+    if chain.output.kind != "bytes":
         raise ConfigError(
             f"DecodeImage: field {name!r} holds {_kind(chain)}, not encoded pictures", remedy=_list(table)
         )
     if step.out != name and step.out in table:
         raise ConfigError(f"DecodeImage: there is already a field {step.out!r}", remedy="choose another name with out=")
     output = Field(name=step.out, kind="ragged", dtype="uint8", ndim=3)
-    made = Chain(output, chain.source, ((index, step),), "hwc", 3 if step.mode == "RGB" else 1)
+    made = Chain(output, chain.source, (*chain.steps, (index, step)), "hwc", 3 if step.mode == "RGB" else 1)
     return {step.out if key == name else key: made if key == name else value for key, value in table.items()}
 
 

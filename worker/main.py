@@ -183,8 +183,9 @@ def run(config: WorkerConfig) -> int:
                     _log.info("drained")
                     break
         else:
-            _log.info("stops on signal %d, finishes %d reads", signals[0], worker.reads.stats().active)
-            _drain(worker, config.drain, signals)
+            if not parent or os.getppid() == parent:  # whose end is no reason to finish anything
+                _log.info("stops on signal %d, finishes %d reads", signals[0], worker.reads.stats().active)
+                _drain(worker, config.drain, signals)
     finally:
         clean = worker.close()
     if not clean:

@@ -179,6 +179,13 @@ def test_a_crop_larger_than_the_picture_is_a_bad_sample() -> None:
     assert got.batch.num_rows == 1
 
 
+def test_a_missing_picture_may_be_filled_with_another() -> None:
+    spare = png(np.full((2, 2, 3), 9, np.uint8))
+    steps = [Select(["jpg", "n"], fill={"jpg": spare}), DecodeImage(), CenterCrop(2)]
+    got = made(steps, {JPG: [None, png(np.zeros((2, 2, 3), np.uint8))], N: [1, 2]})
+    assert not got.bad and got.batch.column("image").to_numpy_ndarray()[:, 0, 0, 0].tolist() == [9, 0]
+
+
 def test_rows_already_bad_are_not_decoded() -> None:
     got = made([DecodeImage()], {JPG: [None, png(np.zeros((2, 2, 3), np.uint8))]}, bad={0: "header is damaged"})
     assert got.bad == {0: "header is damaged"} and got.batch.num_rows == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from stat import S_ISDIR
 
 import numpy as np
 
@@ -74,7 +75,7 @@ class LocalFile:
             stat = os.stat(self._path)
         except OSError as error:
             raise self._error(error) from None
-        if os.path.isdir(self._path):
+        if S_ISDIR(stat.st_mode):
             raise ShardMissing(f"{self.uri} is a folder", cause="a shard is a file", remedy="build the manifest again")
         return stat
 
