@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
@@ -120,6 +122,20 @@ class Stream:
         self._reader = None
 
 
+#: connections of this process, for the question below
+_connections: weakref.WeakSet[Connection] = weakref.WeakSet()
+#: this process was forked while its parent had connections: gRPC calls made here would never return
+_forked = False
+
+
+def _after_fork_in_child() -> None:
+    global _forked
+    _forked = _forked or any(connection.is_open for connection in list(_connections))
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
 class Connection:
     """A reusable, thread-safe connection to one address; connects on first use."""
 
@@ -129,11 +145,23 @@ class Connection:
         self._lock = threading.Lock()
         self._client: fl.FlightClient | None = None
         self._closed = False
+        _connections.add(self)
+
+    @property
+    def is_open(self) -> bool:
+        """It was used and not closed."""
+        return self._client is not None
 
     def __repr__(self) -> str:
         return f"Connection({self.address}, {'open' if self._client else 'idle'})"
 
     def _flight(self) -> fl.FlightClient:
+        if _forked:
+            raise ConfigError(
+                "no connection can be made in this process",
+                cause="it was forked from one that had feedline connections, and gRPC does not survive that",
+                remedy="start it with spawn or forkserver, or connect only after the fork",
+            )
         with self._lock:
             if self._closed:
                 raise ReadCancelled(f"connection to {self.address} is closed")

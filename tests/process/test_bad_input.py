@@ -273,3 +273,54 @@ def test_no_address_at_all() -> None:
     loader = RemoteDataLoader(dataset="x", job="j", batch_size=1)
     with pytest.raises(ConfigError, match="FEEDLINE_DISPATCHER"):
         len(loader)
+
+
+FORKS = """
+import os, sys
+import torch.utils.data
+from trainer_client import RemoteDataLoader, RemoteDataset
+from trainer_client.errors import ConfigError
+
+def main():
+    loader = RemoteDataLoader(sys.argv[1], dataset="forks", job="parent", batch_size=4, timeout=10)
+    iterator = iter(loader)
+    next(iterator)
+    child = os.fork()
+    if child == 0:
+        try:
+            next(iterator)
+        except ConfigError as error:
+            print("child:", error, flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+    for context in ("fork", "spawn"):
+        data = RemoteDataset(sys.argv[1], dataset="forks", job=context, batch_size=4, timeout=10)
+        batches = torch.utils.data.DataLoader(data, batch_size=None, num_workers=1, multiprocessing_context=context)
+        try:
+            print(context, sum(len(batch["__id__"]) for batch in batches), flush=True)
+        except ConfigError as error:
+            print(context, "refused:", str(error).splitlines()[-1], flush=True)
+    print("parent", sum(len(batch["__id__"]) for batch in iterator), flush=True)
+    loader.close()
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_a_fork_after_connecting_is_refused_and_spawn_works(cluster: TestCluster, tmp_path: Path) -> None:
+    """Connections do not survive a fork: what is forked after them gets an error at once, spawned processes work, the
+    parent goes on."""
+    (tmp_path / "data").mkdir()
+    small(tmp_path / "data")
+    cluster.register(manifests.build(str(tmp_path / "data"), name="forks", version="1"))
+    script = tmp_path / "forks.py"
+    script.write_text(FORKS)
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, script, cluster.address], capture_output=True, text=True, timeout=60)
+    assert time.monotonic() - started < 30.0
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, done.stderr
+    assert lines[0].startswith("child: this loader was connected before the process was forked")
+    assert "fork refused:" in lines[1] and "spawn or forkserver" in lines[1]
+    assert lines[2:] == ["spawn 24", "parent 20"]
