@@ -211,9 +211,17 @@ def _main() -> None:
 
 
 def _without_close(
-    address: str, world: int, *, steps: int, state: Any = None, acks: Sequence[int] = (), **settings: Any
+    address: str,
+    world: int,
+    *,
+    steps: int,
+    state: Any = None,
+    acks: Sequence[int] = (),
+    linger: float = 0.0,
+    **settings: Any,
 ) -> list[Rank]:
-    """``steps`` batches of each rank, ``ack()`` after those numbered in ``acks``, loaders left open."""
+    """``steps`` batches of each rank, ``ack()`` after those numbered in ``acks``, loaders left open; ``linger`` seconds
+    in which reports go out."""
 
     def act(rank: int) -> Rank:
         loader = make_loader(address, rank=rank, world_size=world, **settings)
@@ -228,6 +236,7 @@ def _without_close(
             if number == steps:
                 break
         found.state = loader.state_dict()
+        time.sleep(linger)
         return found
 
     return in_threads(world, act)

@@ -315,7 +315,7 @@ class RemoteDataLoader:
             if self._dataset is not None:
                 check_fits(loaded, settings_of(self._config, self._dataset, self._ranks[1]), allow)
             self._loaded = loaded
-            self._loaded_raw = dict(state) if isinstance(state, Mapping) else dict(state[0])
+            self._loaded_raw = loaded.state
             self._allow = frozenset(allow)
             if self._pass is not None:
                 self._pass.superseded = True

@@ -15,6 +15,7 @@ where it was and ends where it would have ended. The end of epoch e is written a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,8 @@ from manifests.errors import ConfigError, StateIncomplete, StateMismatch
 from manifests.wire.messages import JobSettings, StartPoint
 
 VERSION = 1
+#: counts below 2**63, 16 digits each
+_COUNTS = re.compile(r"([0-7][0-9a-f]{15})*")
 _KEYS = (
     "version", "dataset", "identity", "generation", "epoch", "step", "first_epoch", "rank", "world_size", "taken", "skip",
 )  # fmt: skip
@@ -58,12 +61,9 @@ def encode_taken(taken: Iterable[int]) -> str:
 
 def decode_taken(text: str) -> tuple[int, ...]:
     """The inverse; ``StateMismatch`` for anything else."""
-    try:
-        if len(text) % 16:
-            raise ValueError
-        return tuple(int(text[at : at + 16], 16) for at in range(0, len(text), 16))
-    except (TypeError, ValueError):
-        raise StateMismatch("state is damaged", cause="'taken' is not a list of counts") from None
+    if not isinstance(text, str) or not _COUNTS.fullmatch(text):
+        raise StateMismatch("state is damaged", cause="'taken' is not a list of counts")
+    return tuple(int(text[at : at + 16], 16) for at in range(0, len(text), 16))
 
 
 class LoadedState(msgspec.Struct, frozen=True):
@@ -73,6 +73,8 @@ class LoadedState(msgspec.Struct, frozen=True):
     identity: dict[str, Any] | None
     start: StartPoint
     dataset: str = ""
+    #: what was loaded, as one state
+    state: dict[str, Any] = {}
 
 
 def load(states: Any) -> LoadedState:
@@ -93,9 +95,9 @@ def load(states: Any) -> LoadedState:
     for state in many:
         _check_form(state)
     first = many[0]
-    if first["identity"] is None:
-        return LoadedState(None, StartPoint(), str(first["dataset"]))
     _check_same(many)
+    if first["identity"] is None:
+        return LoadedState(None, StartPoint(), str(first["dataset"]), dict(first))
     lanes = first["identity"]["lanes"]
     world = first["world_size"]
     counts = {s["rank"]: decode_taken(s["taken"]) for s in many}
@@ -121,7 +123,9 @@ def load(states: Any) -> LoadedState:
         world_size=world,
         skip=first["skip"],
     )
-    return LoadedState(dict(first["identity"]), start, str(first["dataset"]))
+    # Joined it is complete: it tells of every rank what that rank's own state did.
+    joined = {**first, "taken": encode_taken(taken.tolist()), "skip": bool(first["skip"] and missing)}
+    return LoadedState(dict(first["identity"]), start, str(first["dataset"]), joined)
 
 
 def _check_form(state: Any) -> None:
@@ -130,10 +134,17 @@ def _check_form(state: Any) -> None:
     if state["version"] != VERSION:
         raise StateMismatch(f"state of version {state['version']}", cause=f"this release reads version {VERSION}")
     numbers = ("generation", "epoch", "step", "first_epoch", "rank", "world_size")
-    if any(not isinstance(state[k], int) or state[k] < 0 for k in numbers) or not isinstance(state["taken"], str):
+    if any(not _is_count(state[key]) for key in numbers):
         raise StateMismatch("state is damaged", cause="a count in it is not a number")
-    if state["identity"] is not None and not isinstance(state["identity"], Mapping):
-        raise StateMismatch("state is damaged", cause="its identity is not a mapping")
+    identity = state["identity"]
+    if identity is None:
+        return
+    if not isinstance(identity, Mapping) or not _is_count(identity.get("lanes")) or not _is_count(identity.get("seed")):
+        raise StateMismatch("state is damaged", cause="its identity lacks seed or lanes")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
 
 
 def _check_same(many: Sequence[Mapping[str, Any]]) -> None:
