@@ -114,8 +114,12 @@ class Job:
         return found
 
     def open_epoch(self) -> int:
-        """The lowest epoch of the current generation that some rank has not finished or abandoned."""
-        return min(self.rank_epoch(rank) for rank in range(self.world_size))
+        """The lowest epoch of the current generation that some rank has not finished or abandoned.
+
+        With manual acknowledgements a rank can be in a later epoch while this one is not acknowledged to its end.
+        """
+        behind = [e for e, ranks in self.ranks.items() if any(r.progress.state == "open" for r in ranks.values())]
+        return min([*behind, *(self.rank_epoch(rank) for rank in range(self.world_size))])
 
     def position(self) -> tuple[int, int]:
         """(epoch, step) that the record stands at, by acknowledgements."""

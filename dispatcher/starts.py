@@ -102,7 +102,7 @@ def check_start(start: m.StartPoint, settings: m.JobSettings, rows: int) -> None
 def latest(job: Job) -> m.StartPoint:
     """The start point the record stands for: rows acknowledged in the lowest epoch that is not over for all ranks.
 
-    A rank that is past that epoch has taken everything of its lanes there.
+    A rank that is through with that epoch has taken everything of its lanes there.
     """
     if not job.has_progress():
         return m.StartPoint(kind="fresh")
@@ -115,7 +115,7 @@ def latest(job: Job) -> m.StartPoint:
     for rank in range(settings.world_size):
         own = slice(rank, settings.lanes, settings.world_size)
         record = job.ranks.get(epoch, {}).get(rank)
-        if job.rank_epoch(rank) > epoch:
+        if job.rank_epoch(rank) > epoch and (record is None or record.progress.state != "open"):
             taken[own] = sizes[own]
         elif record is not None:
             taken[own] = record.progress.acked
