@@ -19,11 +19,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from stored_data import write_tar
 
 import manifests
+from manifests.errors import FeedlineError
 from manifests.manifest import Manifest
-from trainer_client import RemoteDataLoader, Shuffle
+from trainer_client import RemoteDataLoader, Shuffle, gather_states
 
 #: 20 uneven shards, 200 rows
 UNEVEN = (7, 1, 30, 13, 2, 0, 9, 21, 2, 18, 1, 1, 16, 5, 40, 3, 8, 4, 12, 7)
@@ -89,13 +92,14 @@ def make_loader(address: str, **settings: Any) -> RemoteDataLoader:
     return RemoteDataLoader(address, **chosen)
 
 
-def drain(loader: RemoteDataLoader, steps: int | None = None, into: Rank | None = None) -> Rank:
-    """Iterate, up to ``steps`` batches; the state is taken where the loop stops."""
-    rank = Rank() if into is None else into
+def drain(loader: RemoteDataLoader, steps: int | None = None, delay: float = 0.0) -> Rank:
+    """Iterate, up to ``steps`` batches; the state is taken where the loop stops. ``delay``: seconds after each batch."""
+    rank = Rank()
     left = steps
     if left != 0:
         for batch in loader:
             rank.add(batch)
+            time.sleep(delay)
             left = None if left is None else left - 1
             if left == 0:
                 break
@@ -132,9 +136,14 @@ def run_ranks(
     steps: int | None = None,
     state: Any = None,
     set_epoch: int | None = None,
+    delay: float = 0.0,
+    catch: bool = False,
     **settings: Any,
 ) -> list[Rank]:
-    """All ranks of a job: load ``state`` if there is one, take ``steps`` batches (None: the whole pass), close."""
+    """All ranks of a job: load ``state`` if there is one, take ``steps`` batches (None: the whole pass), close.
+
+    ``catch``: an error ends a rank as a result.
+    """
 
     def act(rank: int) -> Rank:
         with make_loader(address, rank=rank, world_size=world, **settings) as loader:
@@ -142,7 +151,12 @@ def run_ranks(
                 loader.load_state_dict(state)
             if set_epoch is not None:
                 loader.set_epoch(set_epoch)
-            found = drain(loader, steps)
+            try:
+                found = drain(loader, steps, delay)
+            except FeedlineError as error:
+                if not catch:
+                    raise
+                return Rank(error=(error.code, str(error)))
             if settings.get("epochs", 1) is not None:
                 found.length = len(loader)
             return found
@@ -200,7 +214,9 @@ def fresh(address: str, world: int = 1, **settings: Any) -> list[Rank]:
 def _main() -> None:
     spec = json.load(sys.stdin)
     ranks: list[Rank] = []
-    if not spec["die"]:
+    if spec["settings"].get("store"):
+        ranks = [_with_gloo(spec["address"], **spec["settings"])]
+    elif not spec["die"]:
         ranks = run_ranks(spec["address"], spec["world"], **spec["settings"])
     else:
         ranks = _without_close(spec["address"], spec["world"], **spec["settings"])
@@ -240,6 +256,25 @@ def _without_close(
         return found
 
     return in_threads(world, act)
+
+
+def _with_gloo(address: str, *, store: str, gloo_rank: int, gloo_world: int, **settings: Any) -> Rank:
+    """One rank of a process group, whose rank and size the loader finds out itself; an all-reduce after every step."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=gloo_rank, world_size=gloo_world)
+    with make_loader(address, **settings) as loader:
+        found = Rank(length=len(loader))
+        for batch in loader:
+            found.add(batch)
+            total = torch.ones(1)
+            dist.all_reduce(total)
+            assert total.item() == gloo_world
+            if len(found.ids) == 1:
+                states = gather_states(loader)
+                assert [state["rank"] for state in states] == list(range(gloo_world))
+                assert {state["step"] for state in states} == {1}
+        found.state = loader.state_dict()
+    dist.destroy_process_group()
+    return found
 
 
 _kept: list[RemoteDataLoader] = []
