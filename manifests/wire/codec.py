@@ -51,7 +51,12 @@ def decode(data: bytes | memoryview, kind: Any) -> Any:
     try:
         return _decoder(kind).decode(data[3:])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
-        raise ProtocolError("malformed message", cause=str(error)) from None
+        raise ProtocolError("malformed message", cause=_one_line(str(error))) from None
+
+
+def _one_line(text: str) -> str:
+    """The reason may quote the message; what cannot be printed is written as an escape."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[:300])
 
 
 def sign(grant: m.Grant, key_id: str, key: bytes) -> bytes:

@@ -65,7 +65,7 @@ def from_flight_error(error: BaseException, peer: str) -> Exception:
     """A Flight or Arrow exception as what callers handle: a ``FeedlineError`` the peer raised, or a transport fault."""
     info = getattr(error, "extra_info", b"") or b""
     if info:
-        with contextlib.suppress(ValueError, TypeError, AttributeError):
+        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
             body = json.loads(info)
             if body["code"] != "internal":
                 return from_code(body["code"], body["message"], body.get("detail"))
