@@ -34,6 +34,8 @@ class Shuffle:
     def __post_init__(self) -> None:
         _integer("Shuffle.buffer", self.buffer, 0)
         _integer("Shuffle.interleave", self.interleave, 1)
+        if not isinstance(self.within_shard, bool):
+            raise ConfigError(f"Shuffle.within_shard {self.within_shard!r} is not True or False")
 
     def wire(self) -> WireShuffle:
         """The form it has in messages."""
@@ -70,6 +72,8 @@ class ClientOptions:
 
     def __post_init__(self) -> None:
         check_name(self.tenant, "tenant")
+        if not isinstance(self.connection, ConnectionOptions):
+            raise ConfigError(f"ClientOptions.connection {self.connection!r} is not ConnectionOptions(..)")
         _integer("ClientOptions.reads", self.reads, 1)
         object.__setattr__(self, "stall", parse_time(self.stall, "ClientOptions.stall"))
         for name in ("tls", "token", "shared_memory", "isolate"):
@@ -156,6 +160,11 @@ def make_config(
     """
     if isinstance(address, str) and address.startswith("local:"):
         raise _later("address 'local://'", "start `feedline up` and give its address")
+    parts = [address] if isinstance(address, str) else address
+    if parts is not None and not (isinstance(parts, (list, tuple)) and all(isinstance(p, str) for p in parts)):
+        raise ConfigError(
+            f"dispatcher address {address!r} is not text or a list of it", remedy="write it like 127.0.0.1:7070"
+        )
     if isinstance(dataset, Mix):
         raise _later("dataset=Mix(..)", "use one dataset")
     if not isinstance(dataset, str) or not dataset:
