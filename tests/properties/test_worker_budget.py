@@ -38,7 +38,7 @@ class BudgetAndCache(RuleBasedStateMachine):
             else self.budget.try_reserve(size, "queue")
         )
         if got is None:
-            assert before and (before + size > TOTAL // 2 or self.budget.used + size > TOTAL)
+            assert (before and before + size > TOTAL // 2) or self.budget.used + size > TOTAL
             return None
         if not first and before:
             assert before + size <= TOTAL // 2
