@@ -271,7 +271,7 @@ def _with_gloo(address: str, *, store: str, gloo_rank: int, gloo_world: int, **s
             if len(found.ids) == 1:
                 states = gather_states(loader)
                 assert [state["rank"] for state in states] == list(range(gloo_world))
-                assert {state["step"] for state in states} == {1}
+                assert {int(state["step"]) for state in states} == {1}
         found.state = loader.state_dict()
     dist.destroy_process_group()
     return found

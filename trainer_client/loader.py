@@ -27,7 +27,7 @@ from .ranks import resolve_rank
 from .reads import ReadPool
 from .run import Engine, Epoch, Run, Waits
 from .session import steps_per_epoch as count_steps
-from .state import VERSION, LoadedState, check_fits, encode_taken, identity_of, load
+from .state import VERSION, LoadedState, check_fits, encode_step, encode_taken, identity_of, load
 
 _open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
@@ -273,7 +273,7 @@ class RemoteDataLoader:
             "identity": identity_of(run.settings),
             "generation": run.generation,
             "epoch": number,
-            "step": step,
+            "step": encode_step(step),
             "first_epoch": first,
             "rank": run.rank,
             "world_size": run.settings.world_size,
@@ -288,7 +288,7 @@ class RemoteDataLoader:
             "identity": None,
             "generation": 0,
             "epoch": 0,
-            "step": 0,
+            "step": encode_step(0),
             "first_epoch": 0,
             "rank": self._config.rank or 0,
             "world_size": self._config.world_size or 1,
@@ -577,6 +577,7 @@ class _Pass:
         if self.stop is not None and epoch.number + 1 >= self.stop:
             self._ended = True
             run.reporter.flush(5.0)
+            run.check()  # acknowledgements that were refused are no normal end
             raise StopIteration
         with self._loader._lock:
             if self.superseded:

@@ -5,10 +5,12 @@ A state is a dict of plain values, so that it pickles, goes through ``torch.save
     version       1
     dataset       label, for people
     identity      manifest digests, order, seed, shuffle, lanes, pipeline: what must be the same on a resume
-    generation, epoch, step, first_epoch, rank, world_size
-    taken         rows taken per lane, all lanes: 16 hex digits each, so that its size does not depend on the position
+    generation, epoch, first_epoch, rank, world_size
+    step          batches since the epoch began: text of 16 decimal digits (``int(state["step"])``)
+    taken         rows taken per lane, all lanes: 16 hex digits each
     skip          whether on_error was "skip"
 
+Step and counts have a fixed width, so that the size of a state does not depend on the position in an epoch.
 ``first_epoch`` is the epoch in which the current pass (one ``for``) began, so that a pass over several epochs goes on
 where it was and ends where it would have ended. The end of epoch e is written as the start of e + 1.
 """
@@ -29,6 +31,7 @@ from manifests.wire.messages import JobSettings, StartPoint
 VERSION = 1
 #: counts below 2**63, 16 digits each
 _COUNTS = re.compile(r"([0-7][0-9a-f]{15})*")
+_STEP = re.compile(r"[0-9]{16}")
 _KEYS = (
     "version", "dataset", "identity", "generation", "epoch", "step", "first_epoch", "rank", "world_size", "taken", "skip",
 )  # fmt: skip
@@ -52,6 +55,21 @@ def _shuffle(settings: JobSettings) -> dict[str, Any] | None:
     if shuffle is None:
         return None
     return {"buffer": shuffle.buffer, "interleave": shuffle.interleave, "within_shard": shuffle.within_shard}
+
+
+def encode_step(step: int) -> str:
+    """A step count as 16 digits."""
+    return f"{step:016d}"
+
+
+def _step_of(state: Mapping[str, Any]) -> int:
+    """Steps as text or as a number; ``StateMismatch`` for anything else."""
+    step = state["step"]
+    if isinstance(step, str) and _STEP.fullmatch(step):
+        return int(step)
+    if not _is_count(step):
+        raise StateMismatch("state is damaged", cause="a count in it is not a number")
+    return int(step)
 
 
 def encode_taken(taken: Iterable[int]) -> str:
@@ -94,10 +112,11 @@ def load(states: Any) -> LoadedState:
         )
     for state in many:
         _check_form(state)
+    many = [{**state, "step": _step_of(state)} for state in many]
     first = many[0]
     _check_same(many)
     if first["identity"] is None:
-        return LoadedState(None, StartPoint(), str(first["dataset"]), dict(first))
+        return LoadedState(None, StartPoint(), str(first["dataset"]), {**first, "step": encode_step(first["step"])})
     lanes = first["identity"]["lanes"]
     world = first["world_size"]
     counts = {s["rank"]: decode_taken(s["taken"]) for s in many}
@@ -124,7 +143,12 @@ def load(states: Any) -> LoadedState:
         skip=first["skip"],
     )
     # Joined it is complete: it tells of every rank what that rank's own state did.
-    joined = {**first, "taken": encode_taken(taken.tolist()), "skip": bool(first["skip"] and missing)}
+    joined = {
+        **first,
+        "step": encode_step(first["step"]),
+        "taken": encode_taken(taken.tolist()),
+        "skip": bool(first["skip"] and missing),
+    }
     return LoadedState(dict(first["identity"]), start, str(first["dataset"]), joined)
 
 
@@ -133,7 +157,7 @@ def _check_form(state: Any) -> None:
         raise ConfigError("this is not a loader state", remedy="pass what state_dict() returned, or a list of it")
     if state["version"] != VERSION:
         raise StateMismatch(f"state of version {state['version']}", cause=f"this release reads version {VERSION}")
-    numbers = ("generation", "epoch", "step", "first_epoch", "rank", "world_size")
+    numbers = ("generation", "epoch", "first_epoch", "rank", "world_size")
     if any(not _is_count(state[key]) for key in numbers):
         raise StateMismatch("state is damaged", cause="a count in it is not a number")
     identity = state["identity"]

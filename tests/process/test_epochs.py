@@ -255,7 +255,7 @@ def test_a_loop_that_waits_can_be_saved_and_closed_by_another_thread(cluster, pa
         thread.start()
         cluster.wait_for("the loop waits", lambda: "Leg" in repr(loader))
         started = time.monotonic()
-        assert loader.state_dict()["step"] == 0
+        assert int(loader.state_dict()["step"]) == 0
         assert time.monotonic() - started < 0.5
         loader.close()
         thread.join(5)
@@ -276,7 +276,7 @@ def test_a_loop_that_waits_for_ranks_can_be_closed_by_another_thread(cluster):
         thread = threading.Thread(target=loop, name="loop")
         thread.start()
         cluster.wait_for("rank 0 joined", lambda: any(j["name"] == "lonely" for j in cluster.status()["jobs"]))
-        assert loader.state_dict()["step"] == 0
+        assert int(loader.state_dict()["step"]) == 0
         loader.close()
         thread.join(5)
         assert not thread.is_alive()

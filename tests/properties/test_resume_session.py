@@ -12,8 +12,8 @@ from order_cases import Case, HandedOut, bad_rows, cases, counts_after, hand_out
 
 from manifests.errors import StateIncomplete
 from manifests.wire.messages import Shuffle
-from trainer_client.session import Position
-from trainer_client.state import VERSION, encode_taken, load
+from trainer_client.session import Position, Session
+from trainer_client.state import VERSION, encode_step, encode_taken, load
 
 
 def state_of(one: HandedOut, case: Case, *, skip: bool = False) -> dict:
@@ -25,7 +25,7 @@ def state_of(one: HandedOut, case: Case, *, skip: bool = False) -> dict:
         "identity": {"lanes": case.lanes, "seed": case.seed},
         "generation": 1,
         "epoch": case.epoch,
-        "step": leg.first_step + position.steps,
+        "step": encode_step(leg.first_step + position.steps),
         "first_epoch": case.epoch,
         "rank": leg.rank,
         "world_size": leg.world_size,
@@ -124,6 +124,18 @@ def test_case_5_other_world_sizes_take_over_every_row():
         rows = [row for one in (*first, *second) for row in real(one.batches)]
         assert sorted(rows) == sorted(case.order), (before, after)
         assert len({len(one.batches) for one in second}) == 1
+
+
+def test_the_size_at_90_percent_is_that_at_10_percent():
+    case = Case((70_000, 30_000), shuffle=Shuffle(buffer=4096))
+    sizes = set()
+    for share in (0.001, 0.1, 0.5, 0.9, 0.999):
+        steps = int(share * 100_000)
+        leg = case.leg(0, 1, 1)
+        state = state_of(HandedOut(Session(leg, Position(steps, steps))), case)
+        assert int(state["step"]) == steps
+        sizes.add((len(pickle.dumps(state)), len(json.dumps(state))))
+    assert len(sizes) == 1
 
 
 def test_counts_in_a_state_are_as_large_as_any_dataset():

@@ -9,7 +9,7 @@ import torch
 
 from manifests.errors import ConfigError, StateIncomplete, StateMismatch
 from manifests.wire.messages import JobSettings, Shuffle, Source
-from trainer_client.state import VERSION, check_fits, decode_taken, encode_taken, identity_of, load
+from trainer_client.state import VERSION, check_fits, decode_taken, encode_step, encode_taken, identity_of, load
 
 SETTINGS = JobSettings(
     sources=(Source(digest="sha256:aa", name="numbers", version="1"),),
@@ -30,7 +30,7 @@ def make_state(rank=0, counts=(3, 3, 2, 2), **changes):
         "identity": identity_of(SETTINGS),
         "generation": 2,
         "epoch": 1,
-        "step": 5,
+        "step": encode_step(5),
         "first_epoch": 0,
         "rank": rank,
         "world_size": 2,
@@ -54,6 +54,11 @@ def test_a_state_becomes_a_start_point():
     assert (start.kind, start.epoch, start.step, start.first_epoch) == ("checkpoint", 1, 5, 0)
     assert (start.taken, start.generation, start.world_size, start.skip) == ((3, 3, 2, 2), 2, 2, False)
     assert loaded.state == make_state()
+
+
+def test_steps_may_be_numbers_too():
+    assert load(make_state(step=5)).state == make_state()
+    assert load([make_state(step=5), make_state(1)]).start.step == 5
 
 
 def test_a_state_survives_every_way_of_keeping_it(tmp_path):
@@ -80,6 +85,8 @@ def test_what_is_no_state(value):
         ({"version": 2}, "version 2"),
         ({"step": -1}, "count"),
         ({"step": "5"}, "count"),
+        ({"step": "-000000000000005"}, "count"),
+        ({"step": 5.0}, "count"),
         ({"epoch": None}, "count"),
         ({"rank": True}, "count"),
         ({"world_size": 1.5}, "count"),
