@@ -39,7 +39,7 @@ def config_from(args: argparse.Namespace) -> DispatcherConfig:
     """The configuration that parsed options stand for. Raises ``ConfigError``."""
     return DispatcherConfig(
         etcd=parse_addresses(args.etcd, what="--etcd"),
-        store=Path(args.store) if args.store else _default_store(),
+        store=_store_folder(args.store) if args.store else _default_store(),
         listen=parse_address(args.listen, what="--listen"),
         advertise=parse_address(args.advertise, what="--advertise") if args.advertise else None,
         lease=parse_time(args.lease, "--lease"),
@@ -47,6 +47,19 @@ def config_from(args: argparse.Namespace) -> DispatcherConfig:
         debug=args.debug,
         die_with_parent=args.die_with_parent,
     )
+
+
+def _store_folder(text: str) -> Path:
+    scheme, separator, rest = text.partition("://")
+    if separator and scheme == "file":
+        text = rest
+    elif separator:
+        raise ConfigError(
+            f"--store {text!r} is not a folder",
+            cause=f"stores at {scheme}:// come in a later release",
+            remedy="give a folder that all dispatchers reach",
+        )
+    return Path(text)
 
 
 def _default_store() -> Path:

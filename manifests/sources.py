@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
+from urllib.parse import unquote
 
 from .errors import ConfigError, ShardMissing
 from .scan.local import storage_error
@@ -73,6 +74,15 @@ def find(src: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], format:
 
 
 def _find_one(src: str, format: str | None) -> Found:
+    scheme, separator, rest = src.partition("://")
+    if separator and scheme == "file":
+        src = unquote(rest)
+    elif separator:
+        raise ConfigError(
+            f"{src} is on a storage that cannot be read",
+            cause=f"{scheme}:// comes in a later release",
+            remedy="give a local or NFS path",
+        )
     if os.path.isdir(src):
         return _in_folder(src, format)
     if _is_there(src):
@@ -207,7 +217,7 @@ def _expanded(text: str) -> Iterator[str]:
 
 def _missing(names: list[str]) -> ShardMissing:
     return ShardMissing(
-        f"{len(names)} shards are missing",
+        "1 shard is missing" if len(names) == 1 else f"{len(names)} shards are missing",
         cause=", ".join(names[:1000]) + (f" and {len(names) - 1000} more" if len(names) > 1000 else ""),
         remedy="restore them or name only those that are there",
         detail={"missing": names},

@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 import tarfile
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -64,9 +66,18 @@ def test_case_61_a_pattern_without_matches_is_an_error(tmp_path: Path) -> None:
         build(tmp_path / "*.tar", **NAMES)
 
 
+@pytest.fixture
+def public_path() -> Iterator[Path]:
+    """A folder that every user may enter; pytest's own are private."""
+    with tempfile.TemporaryDirectory(prefix="feedline-test-") as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
 @pytest.mark.parametrize("source", ["locked", "locked/*.tar", "*/x.tar"])
-def test_case_61_a_folder_that_cannot_be_listed_is_an_error(tmp_path: Path, source: str) -> None:
+def test_case_61_a_folder_that_cannot_be_listed_is_an_error(public_path: Path, source: str) -> None:
     """Root may list everything, so a process without its rights looks."""
+    tmp_path = public_path
     _shards(tmp_path / "open", [1], "x.tar")
     _shards(tmp_path / "locked", [2], "x.tar")
     (tmp_path / "locked").chmod(0)
@@ -81,8 +92,6 @@ try:
 except (ConfigError, ShardMissing) as error:
     print(type(error).__name__, error)
 """
-    for folder in (tmp_path, *list(tmp_path.parents)[:2]):  # pytest's own folders are private
-        folder.chmod(0o755)
     done = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path / source)], capture_output=True, text=True, timeout=60, check=True
     )
@@ -422,3 +431,12 @@ def test_every_error_here_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(FeedlineError) as caught:
         build(tmp_path / "none.tar", **NAMES)
     assert "\n" not in str(caught.value)
+
+
+def test_sources_on_other_storage_are_refused_by_name(tmp_path: Path) -> None:
+    """An object store is not "a missing shard"; a file:// uri is a path."""
+    for source in ("s3://bucket/shards", "http://127.0.0.1/x.tar"):
+        with pytest.raises(ConfigError, match="later release"):
+            build(source, name="d", version="1")
+    write_tar(tmp_path / "a b.tar", [("0.cls", b"1")])
+    assert build(f"file://{tmp_path}/a%20b.tar", name="d", version="1").rows == 1
