@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 
 from manifests.cursor import default_lanes
 from manifests.errors import ConfigError, FeedlineWarning
 from manifests.pipeline import Pipeline
+from manifests.plan import Plan
 from manifests.wire import messages as m
 
 from .config import ClientOptions, LoaderConfig, Mix, Shuffle, check_lanes, make_config
@@ -26,6 +28,7 @@ from .joining import Dataset, find_dataset, new_holder, open_generation, setting
 from .ranks import resolve_rank
 from .reads import ReadPool
 from .run import Engine, Epoch, Run, Waits
+from .session import Leg
 from .session import steps_per_epoch as count_steps
 from .state import VERSION, LoadedState, check_fits, encode_step, encode_taken, identity_of, load
 
@@ -184,7 +187,7 @@ class RemoteDataLoader:
                 self._pass.superseded = True
             current = self._begin(run, epoch, first)
             self._loaded_raw = None
-            if current.leg.steps == 0:
+            if self._steps_per_epoch() == 0:
                 self._no_steps(current)
             self._pass = _Pass(self, run, current, stop)
             if not self._waits.started:
@@ -211,11 +214,14 @@ class RemoteDataLoader:
 
     @property
     def steps_left(self) -> int:
-        """Batches the current pass still has to hand out; a whole pass before it began and after it ended."""
+        """Batches the current pass, or the one a loaded state is in, still has to hand out; a whole pass before it began
+        and after it ended."""
         with self._lock:
             run, position = self._run, self._pass
             if self._config.epochs is None:
                 raise TypeError("steps_left of a loader with epochs=None: it has no end")
+            if self._loaded is not None and self._loaded.identity is not None and self._set_epoch is None:
+                return self._steps_after(self._loaded.start, self._config.epochs)
             if self._loaded is not None or run is None or position is None or position.stop is None:
                 return len(self)
             epoch = position.epoch
@@ -224,6 +230,21 @@ class RemoteDataLoader:
             if left == 0 and rest <= 0:
                 return len(self)
             return left + max(0, rest) * self._steps_per_epoch()
+
+    def _steps_after(self, start: m.StartPoint, epochs: int) -> int:
+        self._connect()
+        rank, world = self._ranks
+        shard_rows = self._need_dataset().manifest.shard_rows
+        leg = Leg(
+            Plan(shard_rows, seed=0, epoch=0, shuffle=None, lanes=len(start.taken)),  # only its sizes matter here
+            rank=rank,
+            world_size=world,
+            batch_size=self._config.batch_size,
+            tail=self._config.tail,
+            taken=np.array(start.taken, np.int64),
+        )
+        rest = max(start.first_epoch + epochs, start.epoch + 1) - start.epoch - 1
+        return leg.steps + rest * self._steps_per_epoch()
 
     def _steps_per_epoch(self) -> int:
         self._connect()

@@ -202,8 +202,7 @@ class Run:
             BadSample, TooManyBadSamples, or what a worker or the dispatcher answered; WaitTimeout and its kin.
         """
         session, feed = epoch.session, epoch.feed
-        if self._fatal is not None:
-            raise self._fatal
+        self.check()
         if session.finished or feed is None:
             return None
         place = session.position.read
@@ -313,6 +312,11 @@ class Run:
 
     # -- the rest
 
+    def check(self) -> None:
+        """Raise what ended this run, if something did."""
+        if self._fatal is not None:
+            raise self._fatal
+
     def fail(self, error: FeedlineError) -> None:
         """This run may not go on; the loop gets ``error`` when it next asks."""
         if self._fatal is None:
@@ -333,15 +337,15 @@ class Run:
         return tuple(self._feeds)
 
     def close(self, *, leave: bool, timeout: float = 5.0) -> None:
-        """End the run: deliver acknowledgements and give the lease back if ``leave``; stop all threads."""
+        """End the run: deliver acknowledgements, give the lease back if ``leave``, stop all threads."""
         with self._feeds_lock:
             self._closed = True
             feeds = tuple(self._feeds)
             self._feeds.clear()
         for feed in feeds:
             feed.close()
-        if leave and self._fatal is None:
-            self.reporter.flush(timeout, leaving=True)
+        if self._fatal is None:  # also on a rewind: what was handed out past its start point counts as rewound
+            self.reporter.flush(timeout if leave else min(timeout, 2.0), leaving=leave)
         self.reporter.close()
         for feed in feeds:
             feed.join(1.0)

@@ -11,6 +11,7 @@ from cluster import TestCluster
 from training import UNEVEN, Rank, check_audit, drain, flat, in_threads, make_dataset, make_loader, merged, run_ranks
 
 from manifests.errors import ConfigError, FeedlineError, FeedlineWarning
+from trainer_client import RemoteDataset
 
 ROWS = sum(UNEVEN)
 
@@ -121,6 +122,19 @@ def test_collate(cluster):
     with make_loader(cluster.address, job="collate", collate=lambda batch: sum(batch["id"].tolist())) as loader:
         sums = list(loader)
     assert sum(sums) == sum(range(ROWS))
+
+
+def test_as_a_torch_dataset(cluster):
+    """Wrapped in a DataLoader without batching, in this process."""
+    dataset = RemoteDataset(cluster.address, dataset="numbers", job="wrapped", batch_size=16, seed=1, timeout=20.0)
+    try:
+        batches = [batch["__id__"].tolist() for batch in torch.utils.data.DataLoader(dataset, batch_size=None)]
+        assert sorted(flat(batches))[: ROWS - 1] == list(range(ROWS))[: ROWS - 1]
+        assert len(batches) == len(dataset) == 13
+        state = dataset.state_dict()
+        assert state["epoch"] == 1
+    finally:
+        dataset.close()
 
 
 # -- several epochs ------------------------------------------------------------------------------------------------

@@ -278,6 +278,7 @@ def test_a_pass_of_several_epochs_ends_where_it_would_have_ended(cluster):
     for at in (2, 6, 9, 13):
         with make_loader(cluster.address, job=f"pass-{at}", **settings) as loader:
             loader.load_state_dict(states[at])
+            assert loader.steps_left == len(want) - at - 1
             assert drain(loader).ids == want[at + 1 :]
     # at the very end: the next pass, whole
     with make_loader(cluster.address, job="pass-end", **settings) as loader:
@@ -366,6 +367,65 @@ def make_with_state(cluster, state, settings):
     loader = make_loader(cluster.address, job="pickled", **settings)
     loader.load_state_dict(state)
     return loader
+
+
+def test_a_loader_pickled_in_the_middle_goes_on_there(cluster, whole):
+    with make_loader(cluster.address, job="mid-pickle", batch_size=12) as loader:
+        assert drain(loader, 3).ids == whole[:3]
+        data = pickle.dumps(loader)
+    with pickle.loads(data) as again:
+        assert drain(again).ids == whole[3:]
+
+
+def test_ranks_rewind_one_after_the_other(cluster, whole):
+    """The first rank to rewind opens a generation; the other, still in the old one, joins it when it rewinds too."""
+    both = threading.Barrier(2)
+
+    def act(rank: int):
+        with make_loader(cluster.address, rank=rank, world_size=2, job="rewinds", batch_size=6) as loader:
+            states = []
+            for step, _ in enumerate(loader, 1):
+                states.append(loader.state_dict())
+                if step == 5:
+                    break
+            both.wait(10)
+            time.sleep(1.2 * rank)  # reports of the old generation are refused meanwhile
+            loader.load_state_dict(states[1])
+            return drain(loader)
+
+    assert merged(in_threads(2, act)) == whole[2:]
+    # rank 0 reported its three batches before it rewound; those of rank 1 may not have been told in time
+    assert check_audit(cluster, "rewinds", 0, acknowledged=ROWS)["rewound"] in range(18, 37)
+
+
+def test_a_rewind_in_the_same_process_is_counted(cluster):
+    with make_loader(cluster.address, job="rewind-here", batch_size=12) as loader:
+        first = drain(loader, 2).state
+        loader.load_state_dict(first)
+        five = drain(loader, 5).ids
+        loader.load_state_dict(first)
+        assert drain(loader).ids[:5] == five
+    check_audit(cluster, "rewind-here", 0, acknowledged=ROWS, rewound=60)
+
+
+def test_a_rest_too_small_for_a_batch_is_passed_over(cluster):
+    """Resumed with larger batches and drop, this epoch has no full batch left: the next one begins."""
+    settings = {"dataset": "rows-32", "tail": "drop", "batch_size": 10}
+    [rank] = run_ranks(cluster.address, job="rest", **{**settings, "batch_size": 6}, steps=4)
+    with make_loader(cluster.address, job="rest", epochs=None, **settings) as loader:
+        loader.load_state_dict(rank.state)
+        found = drain(loader, 3)
+    assert found.state["epoch"] == 2 and sum(map(len, found.ids)) == 30
+    check_audit(cluster, "rest", 0, acknowledged=24, dropped=8)
+
+
+def test_larger_batches_than_any_epoch_has_are_an_error_without_end(cluster):
+    [rank] = run_ranks(cluster.address, job="no-batch", dataset="rows-32", steps=2)
+    settings = {"dataset": "rows-32", "tail": "drop", "batch_size": 100, "job": "no-batch"}
+    with make_loader(cluster.address, epochs=None, **settings) as loader:
+        loader.load_state_dict(rank.state)
+        with pytest.raises(ConfigError, match="no step"):
+            iter(loader)
 
 
 def test_set_epoch_after_a_load(cluster):
