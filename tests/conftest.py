@@ -13,10 +13,20 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import psutil
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+# Examples do not depend on the run or on how busy the machine is.
+hypothesis.settings.register_profile(
+    "feedline",
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("feedline")
 
 #: folders whose tests start processes
 _PROCESS_FOLDERS = ("tests/process/", "tests/conformance/store/")

@@ -35,7 +35,7 @@ def same_as_reference(case: Case, found, want: reference.Leg, tail: str) -> None
 
 
 @given(cases, st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_lanes_hold_the_reference_s_rows_from_any_place(case, data):
     for lane, want in enumerate(case.lane_lists):
         assert pairs(case.plan.lane_rows(lane, 0, 10**6)) == want
@@ -48,7 +48,7 @@ def test_lanes_hold_the_reference_s_rows_from_any_place(case, data):
 
 
 @given(cases, st.data())
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 def test_every_rank_and_step_of_a_chain_of_resumes_is_the_reference_s(case, data):
     """Three legs with world size, batch size and tail drawn anew for each, with and without rows that are skipped."""
     bad = data.draw(bad_rows(case))
@@ -85,14 +85,14 @@ def test_a_grid_of_sizes_is_the_reference_s(tail, shuffle):
 
 
 @given(cases)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_every_row_is_in_one_lane_once(case):
     rows = [row for lane in range(case.lanes) for row in pairs(case.plan.lane_rows(lane, 0, 10**6))]
     assert sorted(rows) == sorted((s, r) for s, n in enumerate(case.rows) for r in range(n))
 
 
 @given(cases)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_no_row_moves_more_than_its_lane_s_share_of_the_buffer(case):
     if case.shuffle is None:
         return
@@ -157,7 +157,7 @@ def test_global_batches_are_those_of_one_rank_for_every_world_size(shuffle, tail
 
 
 @given(cases, st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_global_batches_stay_the_same_after_a_resume_to_another_world_size(case, data):
     before, after = data.draw(worlds(case)), data.draw(worlds(case))
     size = before * after  # rows of a global batch, in both
@@ -174,7 +174,7 @@ def test_global_batches_stay_the_same_after_a_resume_to_another_world_size(case,
 
 
 @given(cases, st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_equal_steps_and_every_row_once(case, data):
     world, batch, tail = data.draw(worlds(case)), data.draw(st.integers(1, 6)), data.draw(tails)
     bad = data.draw(bad_rows(case))
@@ -204,7 +204,7 @@ def test_equal_steps_and_every_row_once(case, data):
 
 
 @given(cases, st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_pads_are_flagged_and_follow_the_rule(case, data):
     """The q-th pad of rank r is row (q * W + r) mod N of the plan."""
     world, batch = data.draw(worlds(case)), data.draw(st.integers(1, 6))

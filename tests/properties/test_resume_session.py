@@ -63,7 +63,7 @@ def test_saved_after_every_k_the_tail_is_the_same(world, tail):
 
 
 @given(cases, st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_a_chain_of_states_with_skips(case, data):
     """Under skip each rank passes over rows of its own: the list of all states goes on exactly where they were."""
     bad = data.draw(bad_rows(case))
@@ -86,7 +86,7 @@ def test_a_chain_of_states_with_skips(case, data):
 
 
 @given(cases, st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_lone_state_under_skip_names_the_ranks_it_lacks(case, data):
     world = data.draw(worlds(case))
     found = hand_out([case.leg(rank, world, 1) for rank in range(world)], max_steps=1)
@@ -100,7 +100,7 @@ def test_a_lone_state_under_skip_names_the_ranks_it_lacks(case, data):
 
 
 @given(cases, st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_session_goes_on_from_its_own_position(case, data):
     """Within a leg a position is enough: no walk from the start, pads and skipped rows included."""
     bad = data.draw(bad_rows(case))
