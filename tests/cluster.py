@@ -11,7 +11,6 @@ inside the ``with`` block the ends of all logs are printed.
 
 from __future__ import annotations
 
-import shutil
 import sys
 import tempfile
 import time
@@ -19,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from feedline.children import Child
+from feedline.children import Child, Janitor
 from feedline.client import Client
 from feedline.local import LocalCluster, Member
 from manifests.manifest import Manifest
@@ -49,8 +48,11 @@ class TestCluster:
         arguments: tuple[str, ...] = (),
     ) -> None:
         self._workers = workers
-        self._temporary = folder is None
+        self._janitor: Janitor | None = None
         self.folder = Path(tempfile.mkdtemp(prefix="feedline-test-")) if folder is None else folder
+        if folder is None:
+            # also when the test run is killed
+            self._janitor = Janitor(self.folder)
         self.local = LocalCluster(self.folder, memory=memory, lease=lease, fsync=False, worker_arguments=arguments)
 
     def __repr__(self) -> str:
@@ -76,8 +78,8 @@ class TestCluster:
         self._remove()
 
     def _remove(self) -> None:
-        if self._temporary:
-            shutil.rmtree(self.folder, ignore_errors=True)
+        if self._janitor is not None:
+            self._janitor.close()
 
     # -- what it is ------------------------------------------------------------------------------------------------
 

@@ -69,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
     command = _check(args)
     manifests = [load_manifest(path) for path in args.register]
     stop = threading.Event()
-    starting = True
+    # from the moment there is something to end until all serves, a signal interrupts what is waited for
+    starting = False
 
     def on_signal(_number: int) -> None:
         stop.set()
@@ -89,6 +90,9 @@ def run(args: argparse.Namespace) -> int:
                 arguments=["--log-format", args.log_format, *(["--debug"] if args.debug else [])],
             )
             try:
+                starting = True
+                if stop.is_set():
+                    raise _Stopped
                 cluster.start(args.workers)
                 with cluster.client() as client:
                     for manifest in manifests:
