@@ -38,7 +38,9 @@ def cause(value: str) -> Iterator[str]:
 class _Text(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         when = time.strftime("%H:%M:%S", time.localtime(record.created))
-        text = f"{when}.{int(record.msecs):03d} {record.levelname[0]} {record.name} [{_cause.get()}] {record.getMessage()}"
+        text = (
+            f"{when}.{int(record.msecs):03d} {record.levelname[0]} {record.name} [{_cause.get()}] {record.getMessage()}"
+        )
         return text + ("\n" + self.formatException(record.exc_info) if record.exc_info else "")
 
 

@@ -49,7 +49,9 @@ def interleave(rows: Sequence[tuple[int, int]], mixed: int) -> list[tuple[int, i
         runs[-1].append(row)
     out: list[tuple[int, int]] = []
     for at in range(0, len(runs), mixed):
-        keyed = [((j + 0.5) / len(run), n, row) for n, run in enumerate(runs[at : at + mixed]) for j, row in enumerate(run)]
+        keyed = [
+            ((j + 0.5) / len(run), n, row) for n, run in enumerate(runs[at : at + mixed]) for j, row in enumerate(run)
+        ]
         out += [row for _, _, row in sorted(keyed, key=lambda item: item[:2])]
     return out
 
@@ -109,7 +111,7 @@ def run(
                 elif tail == "ragged":
                     break
                 else:
-                    row = plan[(pads[rank] * world + rank) % total]
+                    row = plan[(pads[rank] * world + rank + pads[rank] // total) % total]
                     pads[rank] += 1
                     if row not in bad:
                         rows.append((row, True))
