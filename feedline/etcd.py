@@ -21,7 +21,7 @@ from typing import TextIO
 from manifests.errors import FeedlineError
 from manifests.wire.connection import Address, parse_address
 
-from .children import Child, ChildFailed
+from .children import Child, ChildFailed, child_environment
 
 #: seconds etcd may take to serve; a data folder left by kill -9 is replayed first
 START_TIMEOUT = 20.0
@@ -131,7 +131,11 @@ class Etcd:
         """
         self.data.mkdir(parents=True, exist_ok=True)
         self.data.chmod(0o700)
-        self._child = Child("etcd", self._argv(), log=self.log, ready=_SERVING, ready_on="stderr", echo=self._echo)
+        # etcd takes ETCD_* variables as settings and refuses to start when they contradict its arguments
+        env = {name: value for name, value in child_environment().items() if not name.startswith("ETCD_")}
+        self._child = Child(
+            "etcd", self._argv(), log=self.log, ready=_SERVING, ready_on="stderr", echo=self._echo, env=env
+        )
         start = time.monotonic()
         try:
             line = self._child.wait_ready(START_TIMEOUT).string

@@ -63,6 +63,8 @@ class Budget:
         self.lock = threading.Condition()
         #: bytes per row, learned from what came; None: not known yet
         self.row_bytes: float | None = None
+        #: rows read, and those of them that a worker's cache served
+        self.rows = self.hot_rows = 0
 
 
 @dataclass(frozen=True)
@@ -443,6 +445,8 @@ class Feed:
             filled = chunk.fill(offsets, view, bad)
             self._bad += sum(1 for offset, _ in bad if chunk.part[offset] == BAD)
             self._learn(view)
+            self._budget.rows += len(offsets)
+            self._budget.hot_rows += part.hot
             now = time.monotonic()
             self._workers[read.worker.id] = now
             if filled:

@@ -6,7 +6,6 @@ import atexit
 import multiprocessing.util
 import os
 import threading
-import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,13 +23,16 @@ from manifests.wire import messages as m
 
 from .config import ClientOptions, LoaderConfig, Mix, Shuffle, check_lanes, make_config
 from .control import Closed, Control
+from .figures import Waits
 from .joining import Dataset, find_dataset, new_holder, open_generation, settings_of
+from .passes import Pass
+from .position import blank_state, epoch_start, state_at
 from .ranks import resolve_rank
 from .reads import ReadPool
-from .run import Engine, Epoch, Run, Waits
+from .run import Engine, Epoch, Run
 from .session import Leg
 from .session import steps_per_epoch as count_steps
-from .state import VERSION, LoadedState, check_fits, encode_step, encode_taken, identity_of, load
+from .state import LoadedState, check_fits, load
 
 _open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
@@ -152,7 +154,7 @@ class RemoteDataLoader:
         self._loaded_raw: Any = None
         self._allow: frozenset[str] = frozenset()
         self._set_epoch: int | None = None
-        self._pass: _Pass | None = None
+        self._pass: Pass | None = None
         #: the epoch that ``state_dict`` tells of; set as one, so that any thread may ask without the lock
         self._where: tuple[Run, Epoch] | None = None
         self._waits = Waits()
@@ -189,9 +191,8 @@ class RemoteDataLoader:
             self._loaded_raw = None
             if self._steps_per_epoch() == 0:
                 self._no_steps(current)
-            self._pass = _Pass(self, run, current, stop)
-            if not self._waits.started:
-                self._waits.started = time.monotonic()
+            self._pass = Pass(self, run, current, stop)
+            self._waits.begin()
             return self._pass
 
     def _begin(self, run: Run, epoch: int, first: int) -> Epoch:
@@ -277,45 +278,8 @@ class RemoteDataLoader:
         if loaded is not None:
             return dict(loaded)
         if where is None:
-            return self._blank_state()
-        run, epoch = where
-        leg, position = epoch.leg, epoch.session.position
-        number, first = epoch.number, epoch.first_epoch
-        step = leg.first_step + position.steps
-        taken = encode_taken(leg.taken(position.read, position.steps).tolist())
-        if leg.ends_at(position):  # one state for the end of an epoch and the start of the next
-            number, step, taken = number + 1, 0, encode_taken([0] * leg.plan.lanes)
-            epochs = self._config.epochs
-            if epochs is not None and number >= first + epochs:
-                first = number
-        return {
-            "version": VERSION,
-            "dataset": run.dataset.label,
-            "identity": identity_of(run.settings),
-            "generation": run.generation,
-            "epoch": number,
-            "step": encode_step(step),
-            "first_epoch": first,
-            "rank": run.rank,
-            "world_size": run.settings.world_size,
-            "taken": taken,
-            "skip": self._config.on_error == "skip",
-        }
-
-    def _blank_state(self) -> dict[str, Any]:
-        return {
-            "version": VERSION,
-            "dataset": self._config.dataset,
-            "identity": None,
-            "generation": 0,
-            "epoch": 0,
-            "step": encode_step(0),
-            "first_epoch": 0,
-            "rank": self._config.rank or 0,
-            "world_size": self._config.world_size or 1,
-            "taken": "",
-            "skip": self._config.on_error == "skip",
-        }
+            return blank_state(self._config)
+        return state_at(*where, epochs=self._config.epochs)
 
     def load_state_dict(self, state: Mapping[str, Any] | list[Any], allow: Iterable[str] = ()) -> None:
         """Start the next ``iter()`` where ``state`` was saved. A list of all ranks' states is joined into one.
@@ -366,25 +330,11 @@ class RemoteDataLoader:
         """Figures since the first batch was asked for.
 
         ``wait_share`` (of the time, 0..1), ``step_s`` (seconds per batch), ``rows_per_s``, ``bytes_per_s`` (of batch
-        tensors), ``queue_bytes`` (rows on their way), ``hot_share`` (of reads that a worker's cache served whole; 0.0
-        until workers report it), ``workers`` (that served in the last 10 s).
+        tensors), ``queue_bytes`` (rows on their way), ``hot_share`` (of rows read that needed nothing from
+        storage), ``workers`` (that served in the last 10 s).
         """
         self._connect()
-        waits = self._waits
-        now = time.monotonic()
-        ran = max(now - waits.started, 1e-9) if waits.started else 0.0
-        waited = waits.waited + (now - waits.waiting_since if waits.waiting_since else 0.0)
-        run = self._run
-        feeds = [f.stats() for f in run.feeds()] if run is not None else []
-        return {
-            "wait_share": min(1.0, waited / ran) if ran else 0.0,
-            "step_s": ran / waits.steps if waits.steps else 0.0,
-            "rows_per_s": waits.rows / ran if ran else 0.0,
-            "bytes_per_s": waits.bytes / ran if ran else 0.0,
-            "queue_bytes": sum(f.buffered for f in feeds),
-            "hot_share": 0.0,
-            "workers": max((f.workers for f in feeds), default=0),
-        }
+        return self._waits.summary(self._run)
 
     def close(self) -> None:
         """Deliver acknowledgements (at most 5 s), give the rank's lease back, stop all threads. Final.
@@ -485,9 +435,9 @@ class RemoteDataLoader:
         start = self._start_point(before)
         if self._loaded is not None and self._loaded.identity is not None:
             identity = self._loaded.identity
-            settings = _with(settings, seed=identity["seed"], lanes=identity["lanes"])
+            settings = msgspec.structs.replace(settings, seed=identity["seed"], lanes=identity["lanes"])
         elif before is not None:
-            settings = _with(settings, seed=before.settings.seed, lanes=before.settings.lanes)
+            settings = msgspec.structs.replace(settings, seed=before.settings.seed, lanes=before.settings.lanes)
         if before is not None:
             before.close(leave=False)
             engine.run = None
@@ -520,10 +470,10 @@ class RemoteDataLoader:
         if self._loaded is not None and self._loaded.identity is not None:
             start = self._loaded.start
             if self._set_epoch is not None and self._set_epoch != start.epoch:
-                return _epoch_start(self._set_epoch, len(start.taken), start.generation)
+                return epoch_start(self._set_epoch, len(start.taken), start.generation)
             return start
         if before is not None and self._set_epoch is not None:
-            return _epoch_start(self._set_epoch, before.settings.lanes or 0, before.generation)
+            return epoch_start(self._set_epoch, before.settings.lanes or 0, before.generation)
         if self._config.resume == "latest" and before is None and self._set_epoch is None:
             return m.StartPoint(kind="latest")
         epoch = self._set_epoch or 0
@@ -552,68 +502,5 @@ class RemoteDataLoader:
         warnings.warn(text, FeedlineWarning, stacklevel=3)
 
 
-class _Pass:
-    """One ``for``: its position is the run's; a newer pass makes it unusable."""
-
-    def __init__(self, loader: RemoteDataLoader, run: Run, epoch: Epoch, stop: int | None) -> None:
-        self._loader = loader
-        self._run = run
-        self.epoch = epoch
-        #: epoch before which the pass ends, None: never
-        self.stop = stop
-        self.superseded = False
-        self._ended = False
-
-    def __iter__(self) -> _Pass:
-        return self
-
-    def __next__(self) -> Any:
-        # No lock: other threads may save the state or close the loader while this one waits for rows.
-        if self._ended:
-            raise StopIteration
-        config = self._loader._config
-        if self.superseded:
-            raise self._over()
-        self._loader._check_open()
-        if config.ack == "next":
-            self.epoch.books.acknowledge()
-        try:
-            while True:
-                batch = self._run.next_batch(self.epoch)
-                if batch is not None:
-                    self._run.look_ahead(self.epoch.first_epoch, self.stop)
-                    return batch if config.collate is None else config.collate(batch)
-                self._end_epoch()
-        except Closed:
-            raise self._over() from None
-
-    def _over(self) -> ConfigError:
-        return ConfigError("this iteration is over", cause="the loader was closed, rewound or iterated anew")
-
-    def _end_epoch(self) -> None:
-        run, epoch = self._run, self.epoch
-        epoch.books.finish()
-        if self._loader._config.ack == "next":
-            epoch.books.acknowledge()
-        if self.stop is not None and epoch.number + 1 >= self.stop:
-            self._ended = True
-            run.reporter.flush(5.0)
-            run.check()  # acknowledgements that were refused are no normal end
-            raise StopIteration
-        with self._loader._lock:
-            if self.superseded:
-                raise Closed
-            self.epoch = self._loader._begin(run, epoch.number + 1, epoch.first_epoch)
-
-
 def _closed() -> ConfigError:
     return ConfigError("this loader is closed", remedy="make a new one")
-
-
-def _with(settings: m.JobSettings, *, seed: int | None, lanes: int | None) -> m.JobSettings:
-    return msgspec.structs.replace(settings, seed=seed, lanes=lanes)
-
-
-def _epoch_start(epoch: int, lanes: int, generation: int) -> m.StartPoint:
-    """The beginning of an epoch, as a checkpoint."""
-    return m.StartPoint(kind="checkpoint", epoch=epoch, taken=(0,) * lanes, first_epoch=epoch, generation=generation)

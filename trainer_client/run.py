@@ -6,7 +6,6 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,8 @@ from .books import Books
 from .chunks import BAD, FAILED
 from .config import LoaderConfig
 from .control import Closed, Control
-from .feed import Budget, Feed
+from .feed import Budget, Feed, FeedStats
+from .figures import Waits
 from .joining import Dataset
 from .reads import ReadPool
 from .reporter import Reporter, State
@@ -29,19 +29,6 @@ from .session import Leg, Position, Session
 from .tensors import Piece, assemble
 
 I64 = npt.NDArray[np.int64]
-
-
-@dataclass
-class Waits:
-    """How long the loop waited for rows and how long it ran, in seconds, since the loader connected."""
-
-    waited: float = 0.0
-    started: float = 0.0
-    steps: int = 0
-    rows: int = 0
-    bytes: int = 0
-    hot: int = 0
-    waiting_since: float | None = None
 
 
 class Epoch:
@@ -90,7 +77,7 @@ class Run:
         self._control = control
         self._pool = pool
         self._budget = Budget(config.prefetch)
-        self._waits = waits
+        self.waits = waits
         self._fatal: FeedlineError | None = None
         self._feeds: list[Feed] = []
         self._feeds_lock = threading.Lock()
@@ -229,13 +216,13 @@ class Run:
 
     def _wait(self, feed: Feed, place: int, known: int) -> None:
         started = time.monotonic()
-        self._waits.waiting_since = started
+        self.waits.waiting_since = started
         feed.begin_wait()
         try:
             feed.wait(place, known, lambda: self._fatal)
         finally:
-            self._waits.waiting_since = None
-            self._waits.waited += time.monotonic() - started
+            self.waits.waiting_since = None
+            self.waits.waited += time.monotonic() - started
 
     def _hand_out(self, epoch: Epoch, feed: Feed, offsets: I64, position: Position) -> dict[str, Any] | None:
         session = epoch.session
@@ -269,9 +256,7 @@ class Run:
         epoch.books.hand_out(planned[real], found[real], int(pad.sum()), skipped, position, shards[real])
         session.position = position
         feed.release(position.read)
-        self._waits.steps += 1
-        self._waits.rows += len(offsets)
-        self._waits.bytes += sum(v.nbytes for v in batch.values() if isinstance(v, torch.Tensor))
+        self.waits.got(len(offsets), sum(v.nbytes for v in batch.values() if isinstance(v, torch.Tensor)))
         return batch
 
     def _skipped(self, feed: Feed, first: int, stop: int, used: set[int]) -> list[m.SkippedRow]:
@@ -327,14 +312,19 @@ class Run:
     def _status(self) -> tuple[State, str, float]:
         if self.done:
             return "done", "", 0.0
-        since, epoch = self._waits.waiting_since, self.current
+        since, epoch = self.waits.waiting_since, self.current
         if since is None or epoch is None or epoch.feed is None:
             return "reading", "", 0.0
         return "waiting", epoch.feed.reason(), time.monotonic() - since
 
-    def feeds(self) -> Sequence[Feed]:
-        """Feeds under way."""
-        return tuple(self._feeds)
+    @property
+    def hot_share(self) -> float:
+        """Share of the rows read in this generation that needed nothing from storage."""
+        return min(1.0, self._budget.hot_rows / self._budget.rows) if self._budget.rows else 0.0
+
+    def feed_stats(self) -> Sequence[FeedStats]:
+        """Of the feeds under way."""
+        return [feed.stats() for feed in tuple(self._feeds)]
 
     def close(self, *, leave: bool, timeout: float = 5.0) -> None:
         """End the run: deliver acknowledgements, give the lease back if ``leave``, stop all threads."""

@@ -183,7 +183,7 @@ class _Read:
                 for batch, part in unit.parts:
                     stage_us = {**part.stage_us, "send": send_us} if part.stage_us else {}
                     began = time.perf_counter_ns()
-                    yield batch, ReadPart(done=part.done, bad=part.bad, stage_us=stage_us)
+                    yield batch, ReadPart(done=part.done, bad=part.bad, stage_us=stage_us, hot=part.hot)
                     send_us = (time.perf_counter_ns() - began) // 1000
                     self._reads._sent(batch, stage_us)
                 self._units.popleft()

@@ -49,6 +49,18 @@ def block_size(memory: int) -> int:
     return max(64 << 10, min(BLOCK, memory // 8))
 
 
+_here = threading.local()
+
+
+def fetched_here() -> int:
+    """Bytes this thread has read from storage so far."""
+    return getattr(_here, "fetched", 0)
+
+
+def _count_fetched(size: int) -> None:
+    _here.fetched = fetched_here() + size
+
+
 class OpenShard:
     """One shard, ready for reading. Immutable but for ``checked``."""
 
@@ -98,6 +110,7 @@ class OpenShard:
 
     def _fetch(self, number: int, out: U8) -> None:
         self.stored.fetch(number * self._block, out)
+        _count_fetched(len(out))
         if self.content_id.startswith("etag:"):
             return
         if self.sums:
@@ -121,6 +134,7 @@ class OpenShard:
             for number in range(self.blocks):
                 data = buffer[: min(self._block, self.size - number * self._block)]
                 self.stored.fetch(number * self._block, data)
+                _count_fetched(len(data))
                 whole.update(data.data)
                 sums.append(blake3(data.data).digest(length=_SUM))
                 self._cache.offer((self.key, number), data)

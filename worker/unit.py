@@ -23,7 +23,7 @@ from .formats import StoredRows
 from .memory import Reservation
 from .pipeline import Made, Work
 from .pool import Lane
-from .shards import OpenShard, Shards
+from .shards import OpenShard, Shards, fetched_here
 from .specs import Spec
 
 I64 = npt.NDArray[np.int64]
@@ -76,6 +76,7 @@ class Unit:
         self._running = False
         self._keys: list[str] = []
         self.times = Times()
+        self._hot = False
         #: set when ``parts`` or ``error`` is there
         self.done = threading.Event()
         self.error: BaseException | None = None
@@ -132,7 +133,7 @@ class Unit:
         self.done.set()
 
     def _parse(self) -> Work:
-        began, waited = time.perf_counter_ns(), 0
+        began, waited, fetched = time.perf_counter_ns(), 0, fetched_here()
         groups: list[tuple[I64, StoredRows]] = []
         readers: dict[int, tuple[OpenShard, I64]] = {}
         for number in dict.fromkeys(self._which.tolist()):
@@ -149,6 +150,7 @@ class Unit:
             readers[number] = shard, positions
             groups.append((positions, stored))
         stored = _merged(groups, len(self._rows))
+        self._hot = fetched_here() == fetched
         self._keys = stored.keys
         first = self._grants[int(self._which[0])]
         work = self._spec.executor.start(
@@ -219,7 +221,8 @@ class Unit:
                 told += 1
             sent = batch if batch.nbytes <= LARGEST_ROW else batch.slice(0, 0)
             stages = self.times.us if last else {}
-            parts.append((sent, ReadPart(done=self.start + upto, bad=tuple(news), stage_us=stages)))
+            hot = len(self._rows) if last and self._hot else 0
+            parts.append((sent, ReadPart(done=self.start + upto, bad=tuple(news), stage_us=stages, hot=hot)))
         return parts
 
     def _bad_row(self, position: int, reason: str) -> BadRow:

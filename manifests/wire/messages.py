@@ -379,12 +379,15 @@ class BadRow(Part_, frozen=True):
 class ReadPart(Message, frozen=True, tag="part"):
     """Metadata beside each record batch: rows of the read dealt with so far, and which of them were bad.
 
+    ``hot``: rows up to here, not told of before, that needed nothing from storage.
+
     A batch of no rows with the same ``done`` as before is a sign of life.
     """
 
     done: int
     bad: tuple[BadRow, ...] = ()
     stage_us: dict[str, int] = {}
+    hot: int = 0
 
 
 # -- workers (worker -> dispatcher) --------------------------------------------------------------------------------

@@ -309,7 +309,7 @@ if __name__ == "__main__":
 
 
 def test_a_fork_after_connecting_is_refused_and_spawn_works(cluster: TestCluster, tmp_path: Path) -> None:
-    """Connections do not survive a fork: what is forked after them gets an error at once, spawned processes work, the
+    """Case 22: connections do not survive a fork: what is forked after them gets an error at once, spawned processes work, the
     parent goes on."""
     (tmp_path / "data").mkdir()
     small(tmp_path / "data")

@@ -291,3 +291,15 @@ def test_datasets_are_registered_before_it_is_ready(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=END_WITHIN)
         assert process.returncode == 0
+
+
+def test_variables_for_etcd_do_not_reach_the_embedded_one() -> None:
+    """ETCD_* of the surroundings would contradict the arguments it is started with."""
+    done = subprocess.run(
+        [sys.executable, "-m", "feedline", "up", "--workers", "0", "--", "true"],
+        env={**os.environ, "ETCD_NAME": "x", "ETCD_DATA_DIR": "/nowhere"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr

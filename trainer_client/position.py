@@ -1,0 +1,59 @@
+"""From a run to the state that is saved, and from there to the start point of the next one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from manifests.wire import messages as m
+
+from .config import LoaderConfig
+from .run import Epoch, Run
+from .state import VERSION, encode_step, encode_taken, identity_of
+
+
+def state_at(run: Run, epoch: Epoch, *, epochs: int | None) -> dict[str, Any]:
+    """The state after the last batch handed out of ``epoch``; ``epochs`` of the pass it belongs to."""
+    leg, position = epoch.leg, epoch.session.position
+    number, first = epoch.number, epoch.first_epoch
+    step = leg.first_step + position.steps
+    if leg.ends_at(position):  # one state for the end of an epoch and the start of the next
+        number, step, taken = number + 1, 0, encode_taken([0] * leg.plan.lanes)
+        if epochs is not None and number >= first + epochs:
+            first = number
+    else:
+        taken = encode_taken(leg.taken(position.read, position.steps).tolist())
+    return {
+        "version": VERSION,
+        "dataset": run.dataset.label,
+        "identity": identity_of(run.settings),
+        "generation": run.generation,
+        "epoch": number,
+        "step": encode_step(step),
+        "first_epoch": first,
+        "rank": run.rank,
+        "world_size": run.settings.world_size,
+        "taken": taken,
+        "skip": run.config.on_error == "skip",
+    }
+
+
+def blank_state(config: LoaderConfig) -> dict[str, Any]:
+    """The state of a loader that has not begun; it starts afresh."""
+    return {
+        "version": VERSION,
+        "dataset": config.dataset,
+        "identity": None,
+        "generation": 0,
+        "epoch": 0,
+        "step": encode_step(0),
+        "first_epoch": 0,
+        "rank": config.rank or 0,
+        "world_size": config.world_size or 1,
+        "taken": "",
+        "skip": config.on_error == "skip",
+    }
+
+
+def epoch_start(epoch: int, lanes: int, generation: int) -> m.StartPoint:
+    """The beginning of an epoch, as a checkpoint."""
+    return m.StartPoint(kind="checkpoint", epoch=epoch, taken=(0,) * lanes, first_epoch=epoch, generation=generation)
