@@ -138,6 +138,7 @@ SAMPLES: tuple[m.Message, ...] = (
         done=3,
         bad=(m.BadRow(position=2, sample_id=5, key="k", shard="s.tar", reason="r"),),
         stage_us={"decode": 12},
+        hot=2,
     ),
     m.RegisterWorker(
         cause="c",
