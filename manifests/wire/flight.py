@@ -82,8 +82,13 @@ def from_flight_error(error: BaseException, peer: str) -> Exception:
 
 
 def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0][:300] if text else type(error).__name__
+    """What an Arrow or gRPC error says, without what those layers wrap around it."""
+    lines = str(error).strip().splitlines()
+    if not lines:
+        return type(error).__name__
+    text = lines[0].partition("with message: ")[2] or lines[0]
+    text = text.partition(" gRPC client debug context")[0].rstrip(".")
+    return (text.partition("last error: ")[2] or text)[:300]
 
 
 # -- client side ---------------------------------------------------------------------------------------------------
