@@ -32,7 +32,16 @@ SETTINGS = m.JobSettings(
     audit=True,
 )
 START = m.StartPoint(
-    kind="checkpoint", epoch=2, step=7, taken=(3, 2), sub=(1, 0), first_epoch=1, generation=4, world_size=2, skip=True
+    kind="checkpoint",
+    epoch=2,
+    step=7,
+    taken=(3, 2),
+    sub=(1, 0),
+    first_epoch=1,
+    generation=4,
+    world_size=2,
+    skip=True,
+    job="j",
 )
 HOLDER = m.Holder(uid="u", host="h", pid=12)
 SUM = m.IdSum(count=3, value=2**64 - 1)

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from manifests.errors import ConfigError, FeedlineWarning, JobBusy, JobMismatch, RankAbsent
+from manifests.errors import ConfigError, FeedlineError, FeedlineWarning, JobBusy, JobMismatch, RankAbsent
 from manifests.identity import digest
 from manifests.log import new_cause
 from manifests.manifest import Manifest
@@ -24,7 +24,7 @@ from manifests.wire import codec
 from manifests.wire import messages as m
 
 from .config import LoaderConfig
-from .control import Control
+from .control import Closed, Control
 
 log = logging.getLogger("feedline.client")
 
@@ -129,6 +129,42 @@ def open_generation(
     Raises:
         JobBusy, JobMismatch, StateMismatch: refused, with the reason. RankAbsent: ranks missing after join_timeout.
     """
+    joined: list[int] = []
+    try:
+        return _join(control, config, rank, holder, settings, start, closing, joined)
+    except BaseException:
+        if joined:
+            _leave(control, config, rank, holder, joined[-1])
+        raise
+
+
+def _leave(control: Control, config: LoaderConfig, rank: int, holder: m.Holder, generation: int) -> None:
+    """Give a place back that was taken while others were waited for, so that the next start need not wait for a lease."""
+    report = m.Report(
+        cause=new_cause(),
+        job=config.job,
+        generation=generation,
+        rank=rank,
+        holder=holder.uid,
+        state="done",
+        leaving=True,
+    )
+    try:
+        control.call(report, m.Reported, timeout=2.0, one_call=2.0)
+    except (FeedlineError, Closed) as error:
+        log.debug("the place of rank %d was not given back: %s", rank, error)
+
+
+def _join(
+    control: Control,
+    config: LoaderConfig,
+    rank: int,
+    holder: m.Holder,
+    settings: m.JobSettings,
+    start: m.StartPoint,
+    closing: threading.Event,
+    joined: list[int],
+) -> m.JobOpened:
     nonce = os.urandom(8).hex()
     deadline = time.monotonic() + config.join_timeout
     dead: set[str] = set()
@@ -165,6 +201,7 @@ def open_generation(
             log.info("rank %d is held by a silent process; waiting for its lease to end", rank)
             closing.wait(0.2)
             continue
+        joined.append(opened.generation)
         if opened.warning and not warned:
             warned = True
             warnings.warn(opened.warning, FeedlineWarning, stacklevel=4)

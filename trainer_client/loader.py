@@ -355,13 +355,19 @@ class RemoteDataLoader:
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"config": self._config, "loaded": self.state_dict() if self._run or self._loaded else None}
+        return {
+            "config": self._config,
+            "loaded": self.state_dict() if self._run or self._loaded else None,
+            "allow": self._allow,
+            "set_epoch": self._set_epoch,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._config = state["config"]
         self._reset()
         if state["loaded"] is not None:
-            self.load_state_dict(state["loaded"])
+            self.load_state_dict(state["loaded"], state["allow"])
+        self._set_epoch = state["set_epoch"]
 
     # -- inside
 
@@ -470,10 +476,10 @@ class RemoteDataLoader:
         if self._loaded is not None and self._loaded.identity is not None:
             start = self._loaded.start
             if self._set_epoch is not None and self._set_epoch != start.epoch:
-                return epoch_start(self._set_epoch, len(start.taken), start.generation)
+                return epoch_start(self._set_epoch)
             return start
         if before is not None and self._set_epoch is not None:
-            return epoch_start(self._set_epoch, before.settings.lanes or 0, before.generation)
+            return epoch_start(self._set_epoch)
         if self._config.resume == "latest" and before is None and self._set_epoch is None:
             return m.StartPoint(kind="latest")
         epoch = self._set_epoch or 0

@@ -40,10 +40,10 @@ class Pass:
             self.epoch.books.acknowledge()
         try:
             while True:
-                batch = self._run.next_batch(self.epoch)
-                if batch is not None:
+                got = self._run.next_batch(self.epoch)
+                if got is not None:
                     self._run.look_ahead(self.epoch.first_epoch, self.stop)
-                    return batch if config.collate is None else config.collate(batch)
+                    return got[0]
                 self._end_epoch()
         except Closed:
             raise self._over() from None

@@ -16,7 +16,7 @@ def state_at(run: Run, epoch: Epoch, *, epochs: int | None) -> dict[str, Any]:
     leg, position = epoch.leg, epoch.session.position
     number, first = epoch.number, epoch.first_epoch
     step = leg.first_step + position.steps
-    if leg.ends_at(position):  # one state for the end of an epoch and the start of the next
+    if leg.ends_everywhere(position):  # one state for the end of an epoch and the start of the next
         number, step, taken = number + 1, 0, encode_taken([0] * leg.plan.lanes)
         if epochs is not None and number >= first + epochs:
             first = number
@@ -33,6 +33,8 @@ def state_at(run: Run, epoch: Epoch, *, epochs: int | None) -> dict[str, Any]:
         "rank": run.rank,
         "world_size": run.settings.world_size,
         "taken": taken,
+        "rows": run.dataset.manifest.rows,
+        "job": run.config.job,
         "skip": run.config.on_error == "skip",
     }
 
@@ -50,10 +52,12 @@ def blank_state(config: LoaderConfig) -> dict[str, Any]:
         "rank": config.rank or 0,
         "world_size": config.world_size or 1,
         "taken": "",
+        "rows": 0,
+        "job": config.job,
         "skip": config.on_error == "skip",
     }
 
 
-def epoch_start(epoch: int, lanes: int, generation: int) -> m.StartPoint:
-    """The beginning of an epoch, as a checkpoint."""
-    return m.StartPoint(kind="checkpoint", epoch=epoch, taken=(0,) * lanes, first_epoch=epoch, generation=generation)
+def epoch_start(epoch: int) -> m.StartPoint:
+    """The beginning of an epoch that was asked for. Fresh: it vouches for nothing that was read before."""
+    return m.StartPoint(kind="fresh", epoch=epoch, first_epoch=epoch)

@@ -118,7 +118,11 @@ class Reporter:
         return [p for b in books if self._sent.get(b.epoch) != (p := b.progress())]
 
     def _send(self, timeout: float, leaving: bool = False) -> None:
-        with self._sending:
+        deadline = time.monotonic() + timeout
+        if not self._sending.acquire(timeout=timeout):
+            raise DispatcherUnavailable("a report is still under way", cause=self._control.trouble)
+        try:
+            timeout = max(0.1, deadline - time.monotonic())
             news = self._news()
             state, waiting_for, waiting = self._status()
             reply: m.Reported = self._control.call(
@@ -143,3 +147,5 @@ class Reporter:
                 self._sent.update({p.epoch: p for p in news})
                 closed = {p.epoch for p in self._sent.values() if p.state != "open"}
                 self._books = [b for b in self._books if b.epoch not in closed]
+        finally:
+            self._sending.release()

@@ -182,8 +182,8 @@ class Run:
 
     # -- batches
 
-    def next_batch(self, epoch: Epoch) -> dict[str, Any] | None:
-        """The next batch of ``epoch``, None at its end (then ``epoch.session`` is at the end of the leg).
+    def next_batch(self, epoch: Epoch) -> tuple[Any] | None:
+        """The next batch of ``epoch``, through ``collate``, as a tuple of one; None at the end of the leg.
 
         Raises:
             BadSample, TooManyBadSamples, or what a worker or the dispatcher answered; WaitTimeout and its kin.
@@ -208,7 +208,12 @@ class Run:
             if len(failed):
                 chunk = feed.chunk_at(place + int(failed[0]))
                 raise chunk.errors[place + int(failed[0]) - chunk.first]
-            self._check_budget(epoch, len(bad))
+            in_pads = int((bad + place >= session.leg.candidates).sum())
+            self._check_budget(epoch, len(bad) - in_pads)
+            if in_pads > session.leg.plan.rows * session.leg.world_size:
+                raise TooManyBadSamples(
+                    f"no row of epoch {epoch.number} is good", cause="all places of its pads are bad"
+                )
             if len(marks) == look:
                 look += want
             else:
@@ -224,16 +229,14 @@ class Run:
             self.waits.waiting_since = None
             self.waits.waited += time.monotonic() - started
 
-    def _hand_out(self, epoch: Epoch, feed: Feed, offsets: I64, position: Position) -> dict[str, Any] | None:
+    def _hand_out(self, epoch: Epoch, feed: Feed, offsets: I64, position: Position) -> tuple[Any] | None:
         session = epoch.session
         place = session.position.read
         skipped = self._skipped(feed, place, position.read, set(offsets.tolist()))
-        self._bad += len(skipped)
-        self._check_budget(epoch, 0)
+        self._check_budget(epoch, len(skipped))
         if not len(offsets):  # nothing but bad rows was left
             epoch.books.skip(skipped, position)
-            session.position = position
-            feed.release(position.read)
+            self._move(epoch, feed, position, len(skipped))
             return None
         pieces: list[Piece] = []
         planned, shards = np.empty(len(offsets), np.int64), np.empty(len(offsets), np.int64)
@@ -253,11 +256,22 @@ class Run:
         if self.config.tail == "pad" or self.config.on_error == "skip":
             batch["__pad__"] = torch.from_numpy(pad)
         found = batch["__id__"].numpy()
+        size = sum(v.nbytes for v in batch.values() if isinstance(v, torch.Tensor))
+        # before anything moves: a collate that raises leaves the batch to be handed out
+        result = batch if self.config.collate is None else self.config.collate(batch)
         epoch.books.hand_out(planned[real], found[real], int(pad.sum()), skipped, position, shards[real])
-        session.position = position
+        self._move(epoch, feed, position, len(skipped))
+        self.waits.got(len(offsets), size)
+        return (result,)
+
+    def _move(self, epoch: Epoch, feed: Feed, position: Position, skipped: int) -> None:
+        epoch.session.position = position
         feed.release(position.read)
-        self.waits.got(len(offsets), sum(v.nbytes for v in batch.values() if isinstance(v, torch.Tensor)))
-        return batch
+        self._bad += skipped
+        if skipped:
+            # A state saved from now on counts these rows as taken; only the books know that they were skipped, so they
+            # are on record before the loop goes on.
+            self.reporter.flush(1.0)
 
     def _skipped(self, feed: Feed, first: int, stop: int, used: set[int]) -> list[m.SkippedRow]:
         """Bad rows of this stretch of the read stream, without pads (they are repeats of rows counted elsewhere)."""
@@ -326,8 +340,9 @@ class Run:
         """Of the feeds under way."""
         return [feed.stats() for feed in tuple(self._feeds)]
 
-    def close(self, *, leave: bool, timeout: float = 5.0) -> None:
-        """End the run: deliver acknowledgements, give the lease back if ``leave``, stop all threads."""
+    def close(self, *, leave: bool) -> None:
+        """End the run: deliver acknowledgements, stop all threads. ``leave``: for good; gives the lease back and closes
+        the connections to the dispatcher. Takes at most about 5 s, whoever is away."""
         with self._feeds_lock:
             self._closed = True
             feeds = tuple(self._feeds)
@@ -335,10 +350,13 @@ class Run:
         for feed in feeds:
             feed.close()
         if self._fatal is None:  # also on a rewind: what was handed out past its start point counts as rewound
-            self.reporter.flush(timeout if leave else min(timeout, 2.0), leaving=leave)
+            self.reporter.flush(4.0 if leave else 2.0, leaving=leave)
+        if leave:
+            self._control.close()  # ends calls that other threads still wait in
         self.reporter.close()
+        deadline = time.monotonic() + 1.0
         for feed in feeds:
-            feed.join(1.0)
+            feed.join(max(0.0, deadline - time.monotonic()))
 
 
 class Engine:
@@ -379,4 +397,4 @@ class Engine:
             run.close(leave=True)
         self.pool.close()
         self.control.close()
-        self.pool.join(2.0)
+        self.pool.join(0.5)

@@ -98,6 +98,16 @@ class Leg:
         """Rows of batch ``step`` (counted from the leg's first)."""
         return max(0, min(self.batch_size, self.quota - step * self.batch_size))
 
+    def ends_everywhere(self, position: Position) -> bool:
+        """The leg is over at ``position``, for the other ranks too after as many steps. With `ragged` a rank with a
+        smaller share ends earlier than others."""
+        if not self.ends_at(position):
+            return False
+        if self.tail != "ragged":
+            return True
+        handed = position.steps * self.batch_size
+        return all(handed >= self.quota_of(rank) for rank in range(self.world_size) if rank != self.rank)
+
     # -- the read stream
 
     def refs(self, first: int, count: int) -> tuple[I64, I64]:

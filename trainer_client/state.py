@@ -8,6 +8,7 @@ A state is a dict of plain values, so that it pickles, goes through ``torch.save
     generation, epoch, first_epoch, rank, world_size
     step          batches since the epoch began: text of 16 decimal digits (``int(state["step"])``)
     taken         rows taken per lane, all lanes: 16 hex digits each
+    rows, job     rows of the dataset; job that saved it (may be missing)
     skip          whether on_error was "skip"
 
 Step and counts have a fixed width, so that the size of a state does not depend on the position in an epoch.
@@ -26,6 +27,7 @@ import numpy as np
 
 from manifests.cursor import divisors
 from manifests.errors import ConfigError, StateIncomplete, StateMismatch
+from manifests.plan import lane_sizes
 from manifests.wire.messages import JobSettings, StartPoint
 
 VERSION = 1
@@ -103,16 +105,16 @@ def load(states: Any) -> LoadedState:
             are missing and needed (a lone state saved under ``on_error="skip"`` with several ranks).
     """
     if isinstance(states, Mapping):
-        many = [states]
+        given = [states]
     elif isinstance(states, Sequence) and not isinstance(states, (str, bytes)) and states:
-        many = list(states)
+        given = list(states)
     else:
         raise ConfigError(
             f"{type(states).__name__} is not a state", remedy="pass what state_dict() returned, or a list of it"
         )
-    for state in many:
+    for state in given:
         _check_form(state)
-    many = [{**state, "step": _step_of(state)} for state in many]
+    many = _level([{**state, "step": _step_of(state)} for state in given])
     first = many[0]
     _check_same(many)
     if first["identity"] is None:
@@ -141,6 +143,7 @@ def load(states: Any) -> LoadedState:
         generation=first["generation"],
         world_size=world,
         skip=first["skip"],
+        job=first.get("job", ""),
     )
     # Joined it is complete: it tells of every rank what that rank's own state did.
     joined = {
@@ -158,13 +161,44 @@ def _check_form(state: Any) -> None:
     if state["version"] != VERSION:
         raise StateMismatch(f"state of version {state['version']}", cause=f"this release reads version {VERSION}")
     numbers = ("generation", "epoch", "first_epoch", "rank", "world_size")
-    if any(not _is_count(state[key]) for key in numbers):
+    named = _is_count(state.get("rows", 0)) and isinstance(state.get("job", ""), str)
+    if not named or any(not _is_count(state[key]) for key in numbers):
         raise StateMismatch("state is damaged", cause="a count in it is not a number")
+    if state["first_epoch"] > state["epoch"]:
+        raise StateMismatch("state is damaged", cause="its pass began after its epoch")
     identity = state["identity"]
     if identity is None:
         return
     if not isinstance(identity, Mapping) or not _is_count(identity.get("lanes")) or not _is_count(identity.get("seed")):
         raise StateMismatch("state is damaged", cause="its identity lacks seed or lanes")
+
+
+def _level(many: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """States of ranks whose share ended earlier (`ragged`) stay where they ended while the others go on: brought to the
+    place of the furthest one. States that are behind for another reason stay as they are, and are refused."""
+    last = max(many, key=lambda s: (s["epoch"], s["step"]))
+    if last["identity"] is None:
+        return many
+    out = []
+    for state in many:
+        behind = (state["epoch"], state["step"]) != (last["epoch"], last["step"])
+        same_epoch = state["epoch"] == last["epoch"]
+        next_epoch = state["epoch"] + 1 == last["epoch"] and last["step"] == 0
+        if behind and (same_epoch or next_epoch) and _share_is_done(state):
+            moved = {key: last[key] for key in ("epoch", "step", "first_epoch")}
+            out.append({**state, **moved, "taken": state["taken"] if same_epoch else last["taken"]})
+        else:
+            out.append(state)
+    return out
+
+
+def _share_is_done(state: Mapping[str, Any]) -> bool:
+    if state["identity"] is None:
+        return False
+    lanes, rank, world = state["identity"]["lanes"], state["rank"], state["world_size"]
+    taken = decode_taken(state["taken"])
+    sizes: list[int] = lane_sizes(state.get("rows", 0), lanes).tolist()
+    return len(taken) == lanes and list(taken[rank::world]) == sizes[rank::world]
 
 
 def _is_count(value: Any) -> bool:

@@ -61,8 +61,11 @@ def to_flight_error(error: BaseException) -> fl.FlightError:
     return fl.FlightServerError(str(error) or type(error).__name__, info)
 
 
-def from_flight_error(error: BaseException, peer: str) -> Exception:
-    """A Flight or Arrow exception as what callers handle: a ``FeedlineError`` the peer raised, or a transport fault."""
+def from_flight_error(error: BaseException, peer: str, ours: bool = False) -> Exception:
+    """A Flight or Arrow exception as what callers handle: a ``FeedlineError`` the peer raised, or a transport fault.
+
+    ``ours``: this side cancelled. A server that shuts down cancels calls under way too, and that is a broken connection.
+    """
     info = getattr(error, "extra_info", b"") or b""
     if info:
         with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
@@ -73,7 +76,9 @@ def from_flight_error(error: BaseException, peer: str) -> Exception:
     if isinstance(error, fl.FlightTimedOutError):
         return PeerSilent(f"{peer} did not answer in time")
     if isinstance(error, (fl.FlightCancelledError, pa.ArrowCancelled)):
-        return ReadCancelled(f"read from {peer} was cancelled")
+        if ours:
+            return ReadCancelled(f"read from {peer} was cancelled")
+        return PeerUnreachable(f"{peer} cancelled the call: it shuts down")
     if isinstance(error, fl.FlightUnavailableError):
         return PeerUnreachable(f"{peer} cannot be reached: {_first_line(error)}")
     if isinstance(error, (fl.FlightError, pa.ArrowException, OSError, StopIteration)):
@@ -100,6 +105,7 @@ class Stream:
     def __init__(self, reader: fl.FlightStreamReader, peer: str) -> None:
         self._reader: fl.FlightStreamReader | None = reader
         self._peer = peer
+        self._cancelled = False
 
     def __iter__(self) -> Iterator[tuple[pa.RecordBatch, m.ReadPart | None]]:
         while (reader := self._reader) is not None:
@@ -108,7 +114,7 @@ class Stream:
             except StopIteration:
                 return
             except Exception as error:
-                failure = from_flight_error(error, self._peer)
+                failure = from_flight_error(error, self._peer, self._cancelled)
                 del reader
                 raise failure from None
             meta = chunk.app_metadata
@@ -116,6 +122,7 @@ class Stream:
 
     def cancel(self) -> None:
         """Stop the read; a thread inside ``next()`` gets ``ReadCancelled``."""
+        self._cancelled = True
         reader = self._reader
         if reader is not None:
             with contextlib.suppress(Exception):
@@ -197,7 +204,7 @@ class Connection:
             action = fl.Action(ACTION, codec.encode(message))
             results = list(self._flight().do_action(action, fl.FlightCallOptions(timeout=limit)))
         except Exception as error:
-            raise from_flight_error(error, str(self.address)) from None
+            raise from_flight_error(error, str(self.address), self._closed) from None
         if len(results) != 1:
             raise ProtocolError(f"{self.address} sent {len(results)} answers to one message")
         return codec.decode(results[0].body.to_pybytes(), kind)
@@ -208,7 +215,7 @@ class Connection:
             options = fl.FlightCallOptions(timeout=timeout) if timeout else fl.FlightCallOptions()
             return Stream(self._flight().do_get(fl.Ticket(ticket), options), str(self.address))
         except Exception as error:
-            raise from_flight_error(error, str(self.address)) from None
+            raise from_flight_error(error, str(self.address), self._closed) from None
 
     def download(self, what: str, timeout: float) -> bytes:
         """Bytes the server offers under the ticket ``what`` (a manifest: ``manifest/<digest>``)."""
@@ -231,7 +238,7 @@ class Connection:
                 while reader.read() is not None:
                     pass
         except Exception as error:
-            raise from_flight_error(error, str(self.address)) from None
+            raise from_flight_error(error, str(self.address), self._closed) from None
 
     def close(self) -> None:
         """Close the connection; later calls raise ``ReadCancelled``."""

@@ -79,6 +79,7 @@ class StartPoint(Part_, frozen=True):
     sub: tuple[int, ...] = ()
     first_epoch: int = 0
     generation: int = 0  # parent generation, 0: none
+    job: str = ""  # job whose generation that was
     world_size: int = 0
     skip: bool = False  # on_error was "skip" when the state was taken
 

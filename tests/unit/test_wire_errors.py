@@ -108,8 +108,8 @@ def test_odd_extra_info_is_a_broken_connection(info):
     [
         (fl.FlightTimedOutError("late"), PeerSilent),
         (fl.FlightUnavailableError("refused"), PeerUnreachable),
-        (fl.FlightCancelledError("stopped"), ReadCancelled),
-        (pa.ArrowCancelled("stopped"), ReadCancelled),
+        (fl.FlightCancelledError("stopped"), PeerUnreachable),
+        (pa.ArrowCancelled("stopped"), PeerUnreachable),
         (fl.FlightInternalError("reset"), PeerUnreachable),
         (pa.ArrowInvalid("bad stream"), PeerUnreachable),
         (OSError("broken pipe"), PeerUnreachable),
@@ -118,3 +118,10 @@ def test_odd_extra_info_is_a_broken_connection(info):
 def test_faults_of_the_transport(raised, kind):
     found = from_flight_error(raised, "h:1")
     assert type(found) is kind and "h:1" in str(found) and "\n" not in str(found)
+
+
+@pytest.mark.parametrize("raised", [fl.FlightCancelledError("x"), pa.ArrowCancelled("x")])
+def test_only_what_this_side_cancelled_counts_as_cancelled(raised):
+    """A server that shuts down cancels calls under way; taking that for our own closing would end threads silently."""
+    assert type(from_flight_error(raised, "h:1")) is PeerUnreachable
+    assert type(from_flight_error(raised, "h:1", ours=True)) is ReadCancelled
