@@ -1,7 +1,7 @@
 """The audit: where did every row of an epoch go? Pure, on a snapshot of the records, so it may take its time.
 
-The audit of an epoch follows the *line of generations*: from the current one back along the parents its start points
-name, to the one that began without one. A start point acknowledges all rows before it and voids all after it, so of
+The audit of an epoch follows a *line of generations* (``line.py``): from the newest that was in the epoch back along the
+parents its start points name, as long as these lie inside the epoch. A start point acknowledges all rows before it and voids all after it, so of
 each generation on the line only the rows up to the next start point count; what it handed out past that was *rewound*,
 as was everything handed out by generations off the line. With start point s, counts per lane handed h and acknowledged
 a, and next start point c:
@@ -27,13 +27,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from manifests import cursor
 from manifests.errors import ConfigError
 from manifests.identity import id_sum
 from manifests.plan import Plan
 from manifests.wire import messages as m
 
-from . import books
+from . import books, line
 from .job import Job
 from .records import EpochRecord, GenerationRecord
 
@@ -86,16 +85,6 @@ class _Sum:
     shards: list[dict[str, Any]] = field(default_factory=list)
 
 
-def line(snap: Snapshot) -> list[GenerationRecord]:
-    """Generations from the root to the current one, along the parents of the start points."""
-    found = [snap.generations[snap.current]]
-    while (parent := found[-1].start.generation) in snap.generations and parent < found[-1].number:
-        if found[-1].start.kind == "fresh":
-            break
-        found.append(snap.generations[parent])
-    return found[::-1]
-
-
 def audit(snap: Snapshot, epoch: int | None, shard_rows: Callable[[str], I64]) -> dict[str, Any]:
     """The audit document of one epoch (None: the newest entered).
 
@@ -103,43 +92,38 @@ def audit(snap: Snapshot, epoch: int | None, shard_rows: Callable[[str], I64]) -
         shard_rows: manifest digest -> rows per shard, int64 [shards].
 
     Raises:
-        ConfigError: an epoch that the job has not entered, or that lies before the start of its line.
+        ConfigError: an epoch that the job has not entered, or that the record does not reach back to.
     """
-    chain = line(snap)
     epoch = snap.newest_epoch if epoch is None else epoch
-    first = chain[0].start.epoch
-    if not first <= epoch <= snap.newest_epoch:
-        raise ConfigError(
-            f"job {snap.job} has no epoch {epoch}", cause=f"it has been in epochs {first} to {snap.newest_epoch}"
-        )
-    inside = [generation for generation in chain if generation.start.epoch <= epoch]
-    last, vouched = inside[-1], len(inside) < len(chain)
-    entered = any((generation.number, epoch) in snap.books for generation in inside)
-    if not entered and not vouched and last.start.epoch != epoch:
-        raise ConfigError(f"job {snap.job} has not entered epoch {epoch}")
+    found = line.find(snap.generations, snap.books, snap.current, epoch)
+    if found is None:
+        lowest, highest = line.entered(snap.generations, snap.books, snap.current)
+        if lowest <= epoch <= highest:
+            raise ConfigError(f"job {snap.job} has not entered epoch {epoch}")
+        raise ConfigError(f"job {snap.job} has no epoch {epoch}", cause=f"it has been in epochs {lowest} to {highest}")
+    last, vouched = found.legs[-1], found.vouched
     total = _Sum()
-    if inside[0].start.epoch == epoch:
-        before = int(books.start_counts(inside[0], epoch).sum())
-        total.acknowledged += before
-        total.handed_out += before
-    for place, generation in enumerate(inside):
+    # the first start point of the line vouches for what lies before it
+    before = int(books.start_counts(found.legs[0], epoch).sum())
+    total.acknowledged += before
+    total.handed_out += before
+    for place, generation in enumerate(found.legs):
         book = snap.books.get((generation.number, epoch)) or books.fold(generation, epoch, {})
-        later = [books.start_counts(g, epoch) if g.start.epoch == epoch else None for g in inside[place + 1 :]]
-        caps = [cap if cap is not None else np.zeros_like(books.sizes_of(generation)) for cap in later]
         leg = _Leg(generation, book, epoch, _plan(generation, epoch, shard_rows))
         if generation is last:
             leg.last(total, vouched)
         else:
-            leg.earlier(total, np.minimum.reduce(caps))
-    numbers = {generation.number for generation in chain}
-    for (number, found_epoch), book in snap.books.items():
-        if found_epoch == epoch and number > chain[0].number and number not in numbers:
+            leg.earlier(total, books.start_counts(found.legs[place + 1], epoch))
+    numbers = {generation.number for generation in found.legs}
+    for (number, book_epoch), book in snap.books.items():
+        if book_epoch == epoch and number >= found.root and number not in numbers:
             leg = _Leg(snap.generations[number], book, epoch, None)
             total.rewound += leg.handed_rows
             total.handed_out += leg.handed_rows
     last_book = snap.books.get((last.number, epoch))
     over = vouched or (last_book is not None and not last_book.unfinished)
-    state = "complete" if over else "running" if snap.live else "stopped"
+    reading = snap.live and last.number == snap.current
+    state = "complete" if over else "running" if reading else "stopped"
     return {
         "schema": 1,
         "job": snap.job,
@@ -203,7 +187,7 @@ class _Leg:
         total.acknowledged += int((inside - self.start).sum()) - skipped
         total.handed_out += self.handed_rows
         # the start point counts rows that no report told of: handed out, but for the end of ranks that are through
-        self._missing(total, gap, vouched=True)
+        self._missing(total, gap, vouched=True, to_end=False)
         self._check(total)
 
     def last(self, total: _Sum, vouched: bool) -> None:
@@ -215,7 +199,7 @@ class _Leg:
         if vouched:
             total.skipped += len(self.skipped_ids)
             total.acknowledged += self.handed_rows
-            self._missing(total, self.sizes - self.handed, vouched=True)
+            self._missing(total, self.sizes - self.handed, vouched=True, to_end=True)
         else:
             total.skipped += book.acked_skipped
             total.acknowledged += int((self.acked - self.start).sum()) - book.acked_skipped
@@ -224,19 +208,25 @@ class _Leg:
             abandoned = self._of(book.abandoned)
             total.abandoned += int(unacked[abandoned].sum())
             total.acknowledged += int(unacked[~(open_lanes | abandoned)].sum())
-            self._missing(total, np.where(open_lanes, 0, self.sizes - self.handed), vouched=False)
+            missing = np.where(open_lanes, 0, self.sizes - self.handed)
+            self._missing(total, missing, vouched=False, to_end=True)
         self._check(total)
 
-    def _missing(self, total: _Sum, missing: I64, *, vouched: bool) -> None:
-        """Sort rows that were never reported as handed out. ``vouched``: a start point says they were."""
+    def _missing(self, total: _Sum, missing: I64, *, vouched: bool, to_end: bool) -> None:
+        """Sort rows that were never reported as handed out.
+
+        Args:
+            vouched: a start point says that ranks which were not through handed them out.
+            to_end: up to the end of the epoch, so that part of them may be dropped by rule.
+        """
         settings, book = self.generation.settings, self.book
         abandoned, unfinished = self._of(book.abandoned), self._of(book.unfinished)
         total.abandoned += int(missing[abandoned].sum())
         rest = np.where(abandoned, 0, missing)
         if vouched:
             told = np.where(unfinished, rest, 0)
-            if settings.tail == "drop" and (rest == self.sizes - self.handed).all():
-                told = np.minimum(told, self._quota_end() - self.handed)
+            if settings.tail == "drop" and to_end:
+                told = np.minimum(told, books.quota_end(settings, self.sizes, self.start) - self.handed)
             told = np.maximum(told, 0)
             total.acknowledged += int(told.sum())
             total.handed_out += int(told.sum())
@@ -246,22 +236,13 @@ class _Leg:
         if settings.steps_per_epoch is not None:
             by_rule = gone
         elif settings.tail == "drop":
-            by_rule = min(gone, settings.world_size * settings.batch_size - 1)
+            # what each rank drops by rule; ranks that acknowledged unevenly may drop more than a global batch together
+            allowed = books.left_over(settings, self.sizes, self.start)
+            by_rule = sum(min(int(rest[self._of((rank,))].sum()), rows) for rank, rows in enumerate(allowed))
         total.dropped += by_rule
         total.lost += gone - by_rule
         if gone > by_rule:
             total.shards.append({"source": 0, "shard": None, "note": f"{gone - by_rule} rows were never handed out"})
-
-    def _quota_end(self) -> I64:
-        """Rows taken per lane when every rank has handed out its quota (tail ``drop``)."""
-        settings = self.generation.settings
-        world, batch = settings.world_size, settings.batch_size
-        own = [slice(rank, None, world) for rank in range(world)]
-        fewest = min(cursor.left(self.sizes[lanes], self.start[lanes]) for lanes in own)
-        end = self.start.copy()
-        for lanes in own:
-            end[lanes] = cursor.advance(self.sizes[lanes], self.start[lanes], fewest // batch * batch)
-        return end
 
     # -- ids
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
+from manifests import cursor
 from manifests.errors import ProtocolError
 from manifests.plan import lane_sizes
 from manifests.wire import messages as m
@@ -42,6 +43,33 @@ def start_counts(generation: GenerationRecord, epoch: int) -> I64:
     if epoch > start.epoch or not start.taken:
         return np.zeros_like(sizes)
     return np.asarray(start.taken, np.int64)
+
+
+def _quota(settings: m.JobSettings, sizes: I64, start: I64) -> tuple[int, list[int]]:
+    """Tail ``drop``: rows every rank hands out from a start point on, and the rows each rank has left there."""
+    world, batch = settings.world_size, settings.batch_size
+    left = [cursor.left(sizes[rank::world], start[rank::world]) for rank in range(world)]
+    return min(left) // batch * batch, left
+
+
+def left_over(settings: m.JobSettings, sizes: I64, start: I64) -> list[int]:
+    """Rows that the rule of tail ``drop`` leaves over on each rank, from a start point on. Arrays int64 [lanes].
+
+    Every rank hands out as many full batches as the one with the fewest rows left can. From the beginning of an epoch
+    that leaves fewer rows than a global batch; from a start point where ranks stand unevenly it may be more.
+    """
+    quota, left = _quota(settings, sizes, start)
+    return [rows - quota for rows in left]
+
+
+def quota_end(settings: m.JobSettings, sizes: I64, start: I64) -> I64:
+    """Rows taken per lane when every rank has handed out its quota (tail ``drop``), int64 [lanes]."""
+    quota, _ = _quota(settings, sizes, start)
+    end = start.copy()
+    for rank in range(settings.world_size):
+        own = slice(rank, None, settings.world_size)
+        end[own] = cursor.advance(sizes[own], start[own], quota)
+    return end
 
 
 def check_progress(generation: GenerationRecord, rank: int, progress: m.EpochProgress) -> None:

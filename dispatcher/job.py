@@ -133,7 +133,7 @@ class Job:
         return self.current.start.step if epoch == self.current.start.epoch else 0
 
     def has_progress(self) -> bool:
-        """Whether any row was handed out, in this generation or an earlier one."""
+        """Whether any row was handed out, or the job stands anywhere but at the beginning of epoch 0."""
         start = self.current.start
         if start.step or start.epoch or any(book.step or book.handed_out.count for book in self.folded.values()):
             return True

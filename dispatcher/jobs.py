@@ -126,7 +126,10 @@ class Jobs:
         if latest and start.kind != "fresh" and job is not None:
             starts.check_identity(job, ask.settings)
         starts.check_start(start, settings, event.rows)
-        if job is not None and start.kind == "fresh" and not latest and job.has_progress():
+        # a loader that goes to another epoch by itself knows what it leaves
+        member = job.members.get(ask.rank) if job is not None else None
+        itself = member is not None and member.holder.uid == ask.holder.uid
+        if job is not None and start.kind == "fresh" and not latest and not itself and job.has_progress():
             epoch, step = job.position()
             warning = (
                 f"job {job.name} had generation {job.record.generation} at epoch {epoch} step {step}; starting afresh"
@@ -139,10 +142,12 @@ class Jobs:
             start=start,
             latest=latest,
             decodes=event.decodes,
-            fingerprint=job.current.fingerprint if job is not None and start.kind != "fresh" else "",
+            fingerprint=job.current.fingerprint if job is not None and (start.kind != "fresh" or itself) else "",
             opened_ms=event.now_ms,
             rows=event.rows,
         )
+        if latest:
+            warning = starts.drop_warning(generation)
         created = job.record.created_ms if job is not None else event.now_ms
         record = records.JobRecord(name=ask.job, generation=number, created_ms=created, used_ms=event.now_ms)
         if job is None:

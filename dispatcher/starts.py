@@ -83,7 +83,13 @@ def resolve_settings(event: JobOpenRequested, job: Job | None, start: m.StartPoi
 
 
 def check_start(start: m.StartPoint, settings: m.JobSettings, rows: int) -> None:
-    """Raise ``StateMismatch`` for a checkpoint that does not fit the settings and the data."""
+    """Raise ``StateMismatch`` for a checkpoint that does not fit the settings and the data, ``ConfigError`` for a fresh
+    start that is not the beginning of an epoch."""
+    if start.kind == "fresh" and (start.epoch < 0 or start.step or any(start.taken)):
+        raise ConfigError(
+            f"a fresh start at epoch {start.epoch} step {start.step}",
+            cause="it must be the beginning of an epoch, 0 or later",
+        )
     if start.kind != "checkpoint":
         return
     lanes = settings.lanes or 1
@@ -131,8 +137,24 @@ def latest(job: Job) -> m.StartPoint:
         taken=tuple(taken.tolist()),
         first_epoch=first,
         generation=generation.number,
+        job=job.name,
         world_size=settings.world_size,
         skip=settings.on_error == "skip",
+    )
+
+
+def drop_warning(generation: GenerationRecord) -> str:
+    """What to say when ranks that acknowledged unevenly make tail ``drop`` leave over a global batch or more; else ""."""
+    settings, start = generation.settings, generation.start
+    if settings.tail != "drop" or settings.steps_per_epoch is not None or start.kind == "fresh":
+        return ""
+    sizes = books.sizes_of(generation)
+    rows = sum(books.left_over(settings, sizes, books.start_counts(generation, start.epoch)))
+    if rows < settings.world_size * settings.batch_size:
+        return ""
+    return (
+        f"job {generation.job} resumes epoch {start.epoch} where its ranks acknowledged unevenly: {rows} rows of it will "
+        f"be dropped, as every rank hands out as many batches as the one with the fewest rows left (tail 'drop')"
     )
 
 

@@ -3,7 +3,7 @@
 import msgspec
 import numpy as np
 import pytest
-from core_bench import Bench, Rank, sum_of, whole_taken
+from core_bench import Bench, Rank, make_manifest, sum_of, whole_taken
 
 from dispatcher import job as job_module
 from manifests.errors import ConfigError, ProtocolError
@@ -113,7 +113,7 @@ def test_rows_missing_beyond_the_drop_rule_are_lost(bench):
     rank.ack()
     rank.send("finished")
     document = bench.audit()
-    assert counts(document) == {"handed_out": 18, "acknowledged": 18, "dropped": 1, "lost": 5}
+    assert counts(document) == {"handed_out": 18, "acknowledged": 18, "lost": 6}
 
 
 def test_rows_a_finished_rank_never_handed_out_are_lost(bench):
@@ -310,6 +310,220 @@ def test_a_fresh_start_begins_a_new_line(bench):
     assert counts(bench.audit()) == {"open": 24}
     bench.report(again, 0, Rank(bench, again, 0).finish(), uid="new")
     assert counts(bench.audit()) == {"handed_out": 24, "acknowledged": 24}
+
+
+# -- going to another epoch
+
+
+def fresh(epoch):
+    return m.StartPoint(kind="fresh", epoch=epoch, first_epoch=epoch)
+
+
+WHOLE = {"handed_out": ROWS, "acknowledged": ROWS}
+
+
+def test_going_back_to_an_epoch_before_the_first_one_leaves_every_epoch_auditable(bench):
+    """Epoch 3, then set_epoch(1): both can be audited, and without a number the audit is that of epoch 1."""
+    run_epoch(bench, opened=[bench.open(start=fresh(3))], epoch=3)
+    run_epoch(bench, opened=[bench.open(start=fresh(1))], epoch=1)
+    assert bench.audit()["epoch"] == 1
+    for epoch in (None, 1, 3):
+        document = bench.audit(epoch=epoch)
+        assert document["state"] == "complete" and counts(document) == WHOLE
+    with pytest.raises(ConfigError, match="has not entered epoch 2"):
+        bench.audit(epoch=2)
+    with pytest.raises(ConfigError, match="has no epoch 0: it has been in epochs 1 to 3"):
+        bench.audit(epoch=0)
+
+
+def test_a_fresh_start_at_a_later_epoch_vouches_for_nothing(bench):
+    """One batch of epoch 0, then set_epoch(5) twice: epoch 0 stays abandoned, epoch 3 was never entered."""
+    opened = bench.open()
+    rank = Rank(bench, opened, 0)
+    rank.hand()
+    rank.ack()
+    rank.send("abandoned")
+    run_epoch(bench, opened=[opened], epoch=5)
+    run_epoch(bench, opened=[bench.open(start=fresh(5))], epoch=5)
+    assert counts(bench.audit(epoch=0)) == {"handed_out": 2, "acknowledged": 2, "abandoned": 22}
+    assert counts(bench.audit(epoch=5)) == WHOLE
+    for epoch in (1, 3, 4):
+        with pytest.raises(ConfigError, match=f"has not entered epoch {epoch}"):
+            bench.audit(epoch=epoch)
+
+
+def test_an_epoch_left_open_by_an_older_generation_is_stopped_not_running(bench):
+    opened = bench.open()
+    rank = Rank(bench, opened, 0)
+    rank.hand()
+    rank.send()
+    bench.open(start=fresh(5))
+    document = bench.audit(epoch=0)
+    assert document["state"] == "stopped" and counts(document) == {"handed_out": 2, "open": ROWS}
+    assert bench.audit()["epoch"] == 5 and counts(bench.audit()) == {"open": ROWS}
+
+
+def test_a_saved_state_vouches_only_for_epochs_its_line_was_in(bench):
+    """Epochs 0 and 3 were read, 1 and 2 jumped over: a state of epoch 4 vouches for 0 and 3 alone."""
+    opened = bench.open(epochs=None)
+    run_epoch(bench, epoch=0, opened=[opened])
+    run_epoch(bench, epoch=3, opened=[opened])
+    bench.open(start=m.StartPoint(kind="checkpoint", epoch=4, taken=(0,) * 12, generation=1, first_epoch=3))
+    assert counts(bench.audit(epoch=0)) == counts(bench.audit(epoch=3)) == WHOLE
+    for epoch in (1, 2):
+        with pytest.raises(ConfigError, match=f"has not entered epoch {epoch}"):
+            bench.audit(epoch=epoch)
+
+
+def test_a_saved_state_vouches_for_epochs_of_its_pass_that_no_report_told_of(bench):
+    opened = bench.open(epochs=None)
+    run_epoch(bench, epoch=0, opened=[opened])
+    bench.open(uid="new", dead=("u0",), start=m.StartPoint(kind="checkpoint", epoch=2, taken=(0,) * 12, generation=1))
+    assert counts(bench.audit(epoch=1)) == WHOLE
+
+
+def test_a_state_of_an_older_line_brings_that_line_back(bench):
+    """Epoch 0 whole and a state in epoch 1; set_epoch(0) for one batch; the state again: epoch 0 is whole."""
+    opened = bench.open(epochs=None)
+    run_epoch(bench, epoch=0, opened=[opened])
+    rank = Rank(bench, opened, 0, epoch=1)
+    rank.hand()
+    state = start_at([rank], 1, epoch=1)
+    rank.send("abandoned")
+    again = bench.open(start=fresh(0))
+    second = Rank(bench, again, 0)
+    second.hand()
+    second.ack()
+    second.send("abandoned")
+    assert counts(bench.audit(epoch=0)) == {"handed_out": 2, "acknowledged": 2, "abandoned": 22}
+    third = bench.open(start=state)
+    bench.report(third, 0, Rank(bench, third, 0).finish())
+    assert counts(bench.audit(epoch=0)) == {"handed_out": 26, "acknowledged": 24, "rewound": 2}
+    assert counts(bench.audit(epoch=1)) == WHOLE
+
+
+# -- parents that are none
+
+
+@pytest.mark.parametrize("change", [{"lanes": 4}, {"seed": 78}, {"shuffle": None}])
+@pytest.mark.parametrize("named", ["", "train", "other"])
+def test_a_parent_with_other_settings_is_none(bench, change, named):
+    """A state of another job, or of a former one of this name, finds a generation 1 that has another order."""
+    mine = bench.open(**change)
+    first = Rank(bench, mine, 0)
+    first.hand()
+    first.send(leaving=True)
+    other = bench.open(job="other", lanes=12, seed=77)
+    rank = Rank(bench, other, 0)
+    for _ in range(3):
+        rank.hand()
+    again = bench.open(start=start_at([rank], 3, job=named), lanes=12, seed=77)
+    bench.report(again, 0, Rank(bench, again, 0).finish())
+    assert counts(bench.audit()) == WHOLE
+
+
+def test_a_parent_with_other_data_is_none(bench):
+    mine = bench.open(sources=(m.Source(digest=bench.shelf.add(make_manifest([40], "other"))),))
+    bench.report(mine, leaving=True)
+    other = bench.open(job="other", seed=77)
+    rank = Rank(bench, other, 0)
+    rank.hand()
+    again = bench.open(start=start_at([rank], 1), seed=77)
+    bench.report(again, 0, Rank(bench, again, 0).finish())
+    assert counts(bench.audit()) == WHOLE
+
+
+def test_a_generation_of_another_job_is_no_parent_even_if_all_settings_are_the_same(bench):
+    """What this job's own generation 1 handed out has nothing to do with the other job's state."""
+    mine = bench.open(seed=77)
+    first = Rank(bench, mine, 0)
+    first.hand(10)
+    first.send(leaving=True)
+    other = bench.open(job="other", seed=77)
+    rank = Rank(bench, other, 0)
+    rank.hand()
+    again = bench.open(start=start_at([rank], 1, job="other"), seed=77)
+    bench.report(again, 0, Rank(bench, again, 0).finish())
+    assert counts(bench.audit()) == WHOLE
+
+
+def test_a_state_before_the_start_of_the_generation_it_names_has_no_parent(bench):
+    """Its counts lie before generation 2's own start point, so it cannot have been taken there."""
+    run_epoch(bench, epochs=3)
+    bench.open(start=m.StartPoint(kind="checkpoint", step=6, taken=(1,) * 12, generation=1))
+    again = bench.open(start=m.StartPoint(kind="checkpoint", step=1, taken=(1, 1) + (0,) * 10, generation=2))
+    bench.report(again, 0, Rank(bench, again, 0).finish())
+    assert counts(bench.audit()) == WHOLE
+
+
+# -- unequal ranks
+
+
+def test_rows_that_uneven_acknowledgements_leave_over_are_dropped(bench):
+    """drop, two ranks, rank 0 acknowledged more before both stopped: rank 1 drops its surplus by rule."""
+    opened = [bench.open(r, world_size=2, tail="drop") for r in range(2)]
+    for r, steps in ((0, 5), (1, 2)):
+        rank = Rank(bench, opened[r], r)
+        for _ in range(steps):
+            rank.hand()
+        rank.ack()
+        rank.send(leaving=True)
+    latest = m.StartPoint(kind="latest")
+    again = [bench.open(r, f"v{r}", world_size=2, tail="drop", start=latest) for r in range(2)]
+    assert "6 rows of it will be dropped" in again[0].warning
+    for r, found in enumerate(again):
+        rank = Rank(bench, found, r)
+        rank.hand()  # rank 0 has one batch left, so both hand out one
+        rank.ack()
+        rank.send("finished", uid=f"v{r}")
+    document = bench.audit()
+    assert document["state"] == "complete"
+    assert counts(document) == {"handed_out": 18, "acknowledged": 18, "dropped": 6}
+
+
+def test_rows_missing_beyond_what_uneven_ranks_leave_over_are_lost(bench):
+    start = m.StartPoint(kind="checkpoint", step=3, taken=(2, 1) * 3 + (1,) * 6)
+    opened = [bench.open(r, world_size=2, tail="drop", start=start) for r in range(2)]
+    for r, found in enumerate(opened):
+        rank = Rank(bench, found, r)
+        rank.hand()
+        rank.ack()
+        rank.send("finished")
+    # 15 rows before; rank 0 has 3 left and rank 1 has 6: one batch each, 1 + 4 rows left over
+    assert counts(bench.audit()) == {"handed_out": 19, "acknowledged": 19, "dropped": 5}
+    opened = [bench.open(r, f"v{r}", world_size=2, tail="drop", start=start, dead=("u0", "u1")) for r in range(2)]
+    for r, found in enumerate(opened):
+        rank = Rank(bench, found, r)
+        if r == 0:
+            rank.hand()
+        rank.ack()
+        rank.send("finished", uid=f"v{r}")
+    document = bench.audit()
+    assert (document["dropped"], document["lost"]) == (5, 2)
+
+
+def test_ranks_with_nothing_left_at_the_start_point_balance(bench):
+    """ragged: a state inside the epoch in which rank 0 is through and rank 1 is not."""
+    opened = [bench.open(r, world_size=2, tail="ragged") for r in range(2)]
+    ranks = [Rank(bench, found, r) for r, found in enumerate(opened)]
+    bench.report(opened[0], 0, ranks[0].finish("ragged"))
+    ranks[1].hand()
+    start = start_at(ranks, 6)
+    ranks[1].hand()
+    ranks[1].send()
+    again = [bench.open(r, f"v{r}", world_size=2, tail="ragged", start=start, dead=("u0", "u1")) for r in range(2)]
+    second = [Rank(bench, found, r) for r, found in enumerate(again)]
+    bench.report(again[0], 0, second[0].progress("finished"), uid="v0")
+    status = next(found for found in bench.state.jobs.by_name["train"].ranks[0].values() if found.rank == 0)
+    assert status.progress.step == 6 and counts(bench.audit())["open"] == 10
+    bench.report(again[1], 1, second[1].finish("ragged"), uid="v1")
+    document = bench.audit()
+    assert document["state"] == "complete"
+    assert counts(document) == {"handed_out": 26, "acknowledged": 24, "rewound": 2}
+    assert bench.state.jobs.by_name["train"].state(bench.at, 10) == "complete"
+    again = bench.open(0, "w0", world_size=2, tail="ragged", start=m.StartPoint(kind="latest"), dead=("v0", "v1"))
+    assert (again.start.epoch, sum(again.start.taken), again.start.job) == (1, 0, "train")
+    assert counts(bench.audit(epoch=0)) == {"handed_out": 26, "acknowledged": 24, "rewound": 2}
 
 
 # -- wrong books

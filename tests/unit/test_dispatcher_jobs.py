@@ -251,6 +251,34 @@ def test_a_fresh_start_over_a_record_warns_and_names_it(bench):
     )
 
 
+def test_a_loader_that_goes_to_another_epoch_itself_is_not_warned(bench):
+    """set_epoch opens a generation from the same loader; only another one hears that it starts afresh."""
+    opened = bench.open(0)
+    rank = Rank(bench, opened, 0)
+    rank.hand()
+    rank.ack()
+    rank.send()
+    start = m.StartPoint(kind="fresh", epoch=3, first_epoch=3)
+    again = bench.open(0, start=start)
+    assert again.generation == 2 and again.start == start and again.warning == ""
+    bench.report(again, leaving=True)
+    later = bench.open(0, "later")
+    assert later.warning == "job train had generation 2 at epoch 3 step 0; starting afresh"
+
+
+@pytest.mark.parametrize("fields", [{"epoch": -1}, {"step": 1}, {"taken": (1,) * 12}])
+def test_a_fresh_start_is_the_beginning_of_an_epoch(bench, fields):
+    with pytest.raises(ConfigError, match="must be the beginning of an epoch"):
+        bench.open(start=m.StartPoint(kind="fresh", **fields))
+    assert not bench.state.jobs.by_name
+
+
+def test_ranks_join_a_fresh_start_at_one_epoch_only(bench):
+    bench.open(0, world_size=2, start=m.StartPoint(kind="fresh", epoch=3, first_epoch=3))
+    with pytest.raises(JobMismatch, match="epoch: job has 3, this rank asks 0"):
+        bench.open(1, world_size=2)
+
+
 def test_case_23_with_an_empty_store_the_trainer_gets_a_typed_error(bench):
     opened = bench.open(0)
     bench.stored.clear()
@@ -284,6 +312,13 @@ def test_latest_is_the_acknowledged_position_in_the_lowest_open_epoch(bench):
     assert (again.start.kind, again.start.epoch, again.start.step, again.start.generation) == ("checkpoint", 0, 1, 1)
     assert sum(again.start.taken) == 4
     assert again.settings.seed == opened[0].settings.seed
+
+
+def test_latest_after_going_to_an_epoch_stays_there(bench):
+    opened = bench.open(start=m.StartPoint(kind="fresh", epoch=3, first_epoch=3))
+    bench.report(opened, leaving=True)
+    again = bench.open(uid="later", start=LATEST)
+    assert (again.start.epoch, again.start.first_epoch, again.start.job, again.warning) == (3, 3, "train", "")
 
 
 def test_latest_counts_a_finished_rank_as_through(bench):
