@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from manifests.errors import Fenced, JobBusy, JobMismatch, StateMismatch
+from manifests.errors import ConfigError, Fenced, JobBusy, JobMismatch, StateMismatch
 from manifests.plan import lane_sizes
 from manifests.wire import codec
 from manifests.wire import messages as m
@@ -76,11 +76,13 @@ class Core(RuleBasedStateMachine):
         world=st.sampled_from([1, 1, 2, 3]),
         rank=st.integers(0, 2),
         kind=st.sampled_from(["fresh", "latest", "checkpoint"]),
+        epoch=st.sampled_from([0, 0, 0, 1, 3]),
         dead=st.booleans(),
     )
-    def open(self, world, rank, kind, dead):
+    def open(self, world, rank, kind, epoch, dead):
         rank %= world
-        start = m.StartPoint(kind=kind) if kind != "checkpoint" else self.checkpoint
+        epoch = epoch if kind == "fresh" else 0
+        start = m.StartPoint(kind=kind, epoch=epoch, first_epoch=epoch) if kind != "checkpoint" else self.checkpoint
         if start is None:
             return
         uid, live = self.new_uid(), self.live()
@@ -109,6 +111,19 @@ class Core(RuleBasedStateMachine):
         before = self.generation
         self.try_open(rank, uid, self.world, self.checkpoint)
         assert self.generation == before + 1
+
+    @rule(data=st.data(), epoch=st.integers(0, 3))
+    @precondition(lambda self: self.holders)
+    def set_epoch(self, data, epoch):
+        """A loader goes to another epoch by itself: a fresh generation without a warning."""
+        rank = data.draw(st.sampled_from(sorted(self.holders)))
+        uid, _, _ = self.holders[rank]
+        member = self.joined().get(rank)
+        if member is None or member.left:
+            return
+        before = self.generation
+        self.try_open(rank, uid, self.world, m.StartPoint(kind="fresh", epoch=epoch, first_epoch=epoch))
+        assert self.generation == before + 1 and self.holders[rank][1].warning == ""
 
     @rule(data=st.data(), shards=st.sets(st.integers(0, 4), min_size=1), avoid=st.sets(st.sampled_from(["w1", "w2"])))
     @precondition(lambda self: self.holders)
@@ -158,9 +173,9 @@ class Core(RuleBasedStateMachine):
         self.heard(rank)
         self.books[rank] = Rank(self.bench, opened, rank, books.epoch + 1)
 
-    @rule()
+    @rule(job=st.sampled_from(["", "train", "train", "other"]))
     @precondition(lambda self: len(self.books) == self.world and len({b.epoch for b in self.books.values()}) == 1)
-    def save(self):
+    def save(self, job):
         """A checkpoint of all ranks; acknowledged or not, it vouches for what was handed out."""
         books = list(self.books.values())
         taken = np.zeros(12, np.int64)
@@ -171,7 +186,9 @@ class Core(RuleBasedStateMachine):
             epoch=books[0].epoch,
             step=max(book.step for book in books),
             taken=tuple(taken.tolist()),
+            first_epoch=books[0].epoch,
             generation=self.generation,
+            job=job,
         )
 
     @rule(data=st.data())
@@ -227,8 +244,14 @@ class Core(RuleBasedStateMachine):
         job = self.bench.state.jobs.by_name.get("train")
         if job is None:
             return []
-        first = job.current.start.epoch
-        return [self.bench.audit(epoch=epoch) for epoch in range(first, job.newest_epoch() + 1)]
+        found = [self.bench.audit()]
+        entered = {epoch for _, epoch in job.all_books()}
+        for epoch in range(max(entered | {job.current.start.epoch}) + 2):
+            try:
+                found.append(self.bench.audit(epoch=epoch))
+            except ConfigError:
+                assert epoch not in entered and epoch != job.current.start.epoch
+        return found
 
     @invariant()
     def books_balance(self):
