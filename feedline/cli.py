@@ -8,16 +8,15 @@ runs is imported, so that ``feedline manifest`` needs neither etcd nor torch.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import os
+import signal
 import sys
-from collections.abc import Sequence
-from typing import Protocol, cast
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol, cast
 
-from manifests.errors import ConfigError, FeedlineError
-
-from .options import Parser, add_common
-from .output import print_error
+if TYPE_CHECKING:
+    from .options import Parser
 
 #: command -> what it does
 COMMANDS = {
@@ -53,6 +52,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     line = list(sys.argv[1:] if argv is None else argv)
     own = line[: line.index("--")] if "--" in line else line
     debug = "--debug" in own
+    restore = _end_early(line) if _wanted(line) in _RUN_OTHERS else None
+    # behind the handlers: these take most of the time until the command runs
+    from manifests.errors import ConfigError, FeedlineError
+
+    from .output import print_error
+
     try:
         return _run(line)
     except FeedlineError as error:
@@ -72,10 +77,43 @@ def main(argv: Sequence[str] | None = None) -> int:
         failure = FeedlineError(f"{type(error).__name__}: {error}", remedy="--debug shows where")
         print_error(failure, "--json" in own)
         return 1
+    finally:
+        if restore is not None:
+            restore()
+
+
+def _wanted(line: list[str]) -> str | None:
+    """The command's name."""
+    return next((word for word in line if not word.startswith("-")), None)
+
+
+def _end_early(line: list[str]) -> Callable[[], None]:
+    """Make a signal end this process as ``up`` would, until that has its own handlers: nothing is started yet.
+
+    Returns what puts the former handlers back.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return lambda: None
+
+    def end(number: int, _frame: object) -> None:
+        os._exit(128 + number if "--" in line else 0)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    return restore
 
 
 def _run(line: list[str]) -> int:
-    wanted = next((word for word in line if not word.startswith("-")), None)
+    # late for the same reason
+    from manifests.errors import ConfigError
+
+    from .options import Parser, add_common
+
+    wanted = _wanted(line)
     if wanted in LATER:
         raise ConfigError(f"feedline {wanted} is not there yet", cause="it comes in a later release")
     parser = Parser(prog="feedline", description="Keeps GPUs fed: data workers for PyTorch training.")
@@ -102,6 +140,9 @@ def _run(line: list[str]) -> int:
 
 
 def _version() -> str:
+    # late for the same reason
+    import importlib.metadata
+
     return importlib.metadata.version("feedline")
 
 

@@ -88,6 +88,7 @@ class Client:
         start = time.monotonic()
         deadline = start + self._timeout
         reasons: dict[str, str] = {}
+        said: DispatcherUnavailable | None = None
         while True:
             for connection in self._connections:
                 left = max(deadline - time.monotonic(), 0.05)
@@ -99,9 +100,16 @@ class Client:
                 except DispatcherUnavailable as error:
                     # it answered that it does not lead: another one does, or will
                     reasons[str(connection.address)] = str(error)
+                    if error.detail.get("retry"):
+                        said = error
             if time.monotonic() + _PAUSE >= deadline:
                 break
             time.sleep(_PAUSE)
+        if said is not None:
+            # it is there and leads, or would: what keeps it from answering is the news
+            etcd = "etcd" in said.cause
+            remedy = "start etcd, or see that the dispatcher can reach it" if etcd else "see the dispatcher's log"
+            raise DispatcherUnavailable(said.message, cause=said.cause, remedy=said.remedy or remedy)
         names = ",".join(str(address) for address in self.addresses)
         raise DispatcherUnavailable(
             f"no dispatcher at {names} answered within {time.monotonic() - start:.1f} s",
@@ -128,6 +136,16 @@ def connect(args: argparse.Namespace) -> Iterator[Client]:
         raise ConfigError("no dispatcher address", remedy=f"give --dispatcher HOST:PORT or set ${DISPATCHER_VARIABLE}")
     with Client(parse_addresses(text, what="dispatcher address"), parse_time(args.timeout, "--timeout")) as client:
         yield client
+
+
+@contextlib.contextmanager
+def advise(remedy: str) -> Iterator[None]:
+    """Add a remedy to a dispatcher's ``ConfigError`` that has none, e.g. for a name that it does not know."""
+    try:
+        yield
+    except ConfigError as error:
+        error.remedy = error.remedy or remedy
+        raise
 
 
 def load_manifest(path: str | Path) -> Manifest:

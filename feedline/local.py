@@ -20,6 +20,7 @@ from .etcd import Etcd
 START_TIMEOUT = 30.0
 #: seconds that workers, dispatchers and etcd get to end by themselves; together under the 10 s that ``up`` promises
 WORKER_GRACE, DISPATCHER_GRACE, ETCD_GRACE = 3.0, 2.0, 2.0
+GRACE = WORKER_GRACE + DISPATCHER_GRACE + ETCD_GRACE
 _DISPATCHER_READY = r"^dispatcher (grpc://\S+)"
 _WORKER_READY = r"^worker (grpc://\S+) id=(\S+)"
 _PAUSE = 0.05
@@ -213,8 +214,9 @@ class LocalCluster:
         """A client of this cluster's dispatchers."""
         return Client(tuple(parse_address(member.address) for member in self.dispatchers), timeout)
 
-    def end(self) -> None:
-        """End all processes in order: workers, dispatchers, etcd."""
-        end_all([member.child for member in self.workers], WORKER_GRACE)
-        end_all([member.child for member in self.dispatchers], DISPATCHER_GRACE)
-        self.etcd.stop(ETCD_GRACE)
+    def end(self, within: float = GRACE) -> None:
+        """End all processes in order: workers, dispatchers, etcd. What needs longer than ``within`` s is killed."""
+        share = within / GRACE
+        end_all([member.child for member in self.workers], WORKER_GRACE * share)
+        end_all([member.child for member in self.dispatchers], DISPATCHER_GRACE * share)
+        self.etcd.stop(ETCD_GRACE * share)

@@ -11,14 +11,14 @@ from typing import Any
 
 from manifests.wire import messages as m
 
-from ..client import connect
+from ..client import advise, connect
 from ..options import add_dispatcher
 from ..output import print_json, table
 
 COMPLETE, UNBALANCED, UNFINISHED = 0, 1, 3
 _COUNTS = (
     "rows", "handed_out", "acknowledged", "lost", "repeated", "skipped", "dropped", "abandoned", "rewound",
-    "quarantined", "padded",
+    "quarantined", "open", "padded",
 )  # fmt: skip
 
 
@@ -30,15 +30,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _epoch(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise ValueError(text)
-    return number
+    if not (text.isascii() and text.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not an epoch, a whole number from 0 on")
+    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the books of one epoch."""
-    with connect(args) as client:
+    with connect(args) as client, advise("feedline jobs lists them"):
         document = client.document(m.GetAudit(job=args.job, epoch=args.epoch))
     if args.json:
         print_json(document)

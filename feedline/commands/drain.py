@@ -6,7 +6,7 @@ import argparse
 
 from manifests.wire import messages as m
 
-from ..client import connect
+from ..client import advise, connect
 from ..options import add_dispatcher
 from ..output import print_json
 
@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Ask the dispatcher to drain it."""
-    with connect(args) as client:
+    with connect(args) as client, advise("feedline workers lists them"):
         client.call(m.DrainWorker(id=args.worker), m.Done)
     if args.json:
         print_json({"worker": args.worker, "state": "draining"})

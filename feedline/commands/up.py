@@ -1,41 +1,53 @@
 """``feedline up``: a local cluster as processes, until SIGINT or SIGTERM, or until ``-- CMD`` ends.
 
-Exit status: 0 after a signal; 1 when a process cannot start; with ``-- CMD`` that command's (128 + n for signal n).
+Exit status: 0 after a signal; 1 when a process cannot start; with ``-- CMD`` that command's (128 + n for signal n, also
+when the signal came before CMD was started). A signal is passed on to CMD, and the cluster stays until CMD has ended.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import shutil
 import signal
-import subprocess
+import socket
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from manifests.errors import ConfigError
 from manifests.process import ProcessId
-from manifests.units import parse_size
-from manifests.wire.connection import parse_address
+from manifests.units import format_size, parse_size
+from manifests.wire.connection import Address, parse_address
 
-from ..children import Child, Janitor, child_environment, describe, dies_with_parent, on_signals, shell_status
+from ..children import Child, Janitor, child_environment, describe, on_signals
 from ..client import load_manifest
-from ..local import LocalCluster, StartFailed
+from ..foreground import Foreground
+from ..local import GRACE, LocalCluster, StartFailed
 from ..options import DISPATCHER_VARIABLE
 from ..output import SCHEMA
 
 _TEMPORARY = "feedline-up-"
 #: how often children are looked at, seconds
 _LOOK = 0.2
-#: seconds CMD gets to end by itself after a signal
-_COMMAND_GRACE = 2.0
+#: how often CMD is looked at, seconds
+_COMMAND_LOOK = 0.05
+#: seconds CMD and what it started get to end by themselves after a signal
+_COMMAND_GRACE = 7.0
+#: seconds that what CMD left running gets when CMD ended by itself
+_LEFT_GRACE = 2.0
+#: seconds after a signal within which all has ended, with some room to the 10 s promised
+_END_WITHIN = 9.0
+#: least --memory of a worker, bytes. Not imported: a user's own worker.py in the current folder must do no harm
+LEAST_MEMORY = 8 << 20
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -66,19 +78,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Start, announce, wait, end."""
-    command = _check(args)
-    manifests = [load_manifest(path) for path in args.register]
     stop = threading.Event()
+    signals: list[tuple[float, int]] = []
     # from the moment there is something to end until all serves, a signal interrupts what is waited for
     starting = False
 
-    def on_signal(_number: int) -> None:
+    def on_signal(number: int) -> None:
+        signals.append((time.monotonic(), number))
         stop.set()
         if starting:
             raise _Stopped
 
     restore = on_signals(on_signal, *_SIGNALS)
+    command: list[str] = []
     try:
+        command = _check(args)
+        manifests = [load_manifest(path) for path in args.register]
         with _data_folder(args.data_dir) as data:
             cluster = LocalCluster(
                 data,
@@ -97,19 +112,25 @@ def run(args: argparse.Namespace) -> int:
                 with cluster.client() as client:
                     for manifest in manifests:
                         client.register(manifest)
-                starting = False
                 _announce(cluster, args.json)
-                return _command(cluster, command, stop) if command else _wait(cluster, stop)
+                starting = False
+                if command and stop.is_set():
+                    raise _Stopped
+                return _command(cluster, command, signals) if command else _wait(cluster, stop)
             finally:
                 # a signal from here on must not interrupt the ending
                 starting = False
-                cluster.end()
+                used = time.monotonic() - signals[0][0] if signals else 0.0
+                cluster.end(min(GRACE, max(_END_WITHIN - used, 1.0)))
     except _Stopped:
-        return 0
+        return 128 + signals[0][1] if command else 0
     except StartFailed as failed:
         if not args.json:
             for line in failed.lines:
                 print(f"  {line}", file=sys.stderr)
+        if args.data_dir is None:
+            # the log it names is gone with the temporary folder
+            failed.remedy = ""
         raise
     finally:
         restore()
@@ -121,14 +142,40 @@ def _check(args: argparse.Namespace) -> list[str]:
         raise ConfigError(f"--dispatchers {args.dispatchers}", cause="several dispatchers come in a later release")
     if args.workers < 0:
         raise ConfigError(f"--workers {args.workers} is below zero")
-    parse_size(args.memory, "--memory")
-    parse_address(args.listen, what="--listen")
+    address = parse_address(args.listen, what="--listen")
+    memory = parse_size(args.memory, "--memory")
+    if memory < LEAST_MEMORY:
+        raise ConfigError(
+            f"--memory {format_size(memory)} is too little", remedy=f"use {format_size(LEAST_MEMORY)} or more"
+        )
+    _check_host(address)
     command: list[str] = args.cmd or []
     if args.cmd is not None and not command:
         raise ConfigError("no command after --")
     if command and shutil.which(command[0]) is None:
         raise ConfigError(f"cannot run {command[0]!r}", cause="no such program")
     return command
+
+
+def _check_host(listen: Address) -> None:
+    """Refuse a host that cannot be listened on here. Whether the port is free is the dispatcher's to find out."""
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(
+            listen.host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(place)
+    except socket.gaierror as error:
+        cause = f"{listen.host} cannot be looked up: {error.strerror}"
+    except OSError as error:
+        unknown = error.errno == errno.EADDRNOTAVAIL
+        cause = f"{listen.host} is not an address of this machine" if unknown else error.strerror or str(error)
+    else:
+        return
+    raise ConfigError(
+        f"cannot listen on --listen {listen}", cause=cause,
+        remedy="use 127.0.0.1, 0.0.0.0 for all interfaces, or one of this machine's addresses",
+    )  # fmt: skip
 
 
 def _announce(cluster: LocalCluster, as_json: bool) -> None:
@@ -173,24 +220,31 @@ class _Watch:
             )
 
 
-def _command(cluster: LocalCluster, command: list[str], stop: threading.Event) -> int:
-    """Run CMD in the foreground. Ctrl-C reaches it from the terminal; a signal sent to us alone is passed on."""
+def _command(cluster: LocalCluster, command: list[str], signals: list[tuple[float, int]]) -> int:
+    """Run CMD and pass signals on to it, each once. What it started is ended with it."""
     env = child_environment(**{DISPATCHER_VARIABLE: cluster.address})
     if "PYTHONUNBUFFERED" not in os.environ:
         del env["PYTHONUNBUFFERED"]
-    process = subprocess.Popen(dies_with_parent(command), env=env)
+    job = Foreground(command, env)
     watch = _Watch(cluster)
-    while not stop.is_set():
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return shell_status(process.wait(_LOOK))
-        watch.look()
-    # from a terminal it has had its SIGINT already, and may be about to end
-    for number in (None, signal.SIGTERM, signal.SIGKILL):
-        if number is not None:
-            process.send_signal(number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return shell_status(process.wait(_COMMAND_GRACE / 2 if number is None else _COMMAND_GRACE))
-    return shell_status(process.wait())
+    passed = 0
+    grace = _LEFT_GRACE
+    try:
+        # after a signal a shell may be gone while what it ran still saves
+        while job.group_runs() if passed else job.runs():
+            for _, number in signals[passed:]:
+                job.signal(number)
+                # a stopped process takes the signal only when it goes on
+                job.signal(signal.SIGCONT)
+                passed, grace = passed + 1, 0.0
+            if passed and time.monotonic() - signals[0][0] > _COMMAND_GRACE:
+                break
+            watch.look()
+            time.sleep(_COMMAND_LOOK)
+    except BaseException:
+        job.end(0.0)
+        raise
+    return job.end(grace)
 
 
 @contextlib.contextmanager

