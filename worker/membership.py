@@ -4,7 +4,7 @@
     member --nobody answers--> away;  member --"not known"--> away (a dispatcher that was restarted or took over)
 
 One thread does all of it and tries for as long as the process lives, the addresses in turn. An outage is logged when it
-begins and when it ends, not on every try. Reads go on during an outage: keys and clock offset stay as they were.
+begins, every 30 s, and when it ends, not on every try. Reads go on during an outage: keys and clock offset stay as they were.
 """
 
 from __future__ import annotations
@@ -33,6 +33,10 @@ BEAT = 1.0
 BACKOFF = (0.1, 2.0)
 #: seconds one control call may take
 CALL_TIMEOUT = 3.0
+#: seconds between two log lines about one outage
+REMIND = 30.0
+#: heartbeats in a row that find a just made registration gone, until another worker of that id is suspected
+FORGOTTEN = 3
 #: seconds between two calls of ``refresh`` that ask
 REFRESH = 1.0
 
@@ -64,6 +68,8 @@ class Membership:
         self._beat = min(BEAT, lease / 3)
         self._refreshed = -REFRESH
         self._outage = 0.0  # when it began, 0: none
+        self._reminded = 0.0  # when it was last logged
+        self._forgotten = 0  # heartbeats in a row that were not known, each after a registration that was taken
         self._wake = threading.Event()
         self._closed = False
         self.draining = False
@@ -180,8 +186,16 @@ class Membership:
         )
         welcome, began, ended = self._timed(beat)
         if welcome.known:
+            self._forgotten = 0
             self._heard(welcome, began, ended)
         else:
+            self._forgotten += 1
+            if self._forgotten == FORGOTTEN:
+                log.warning(
+                    "the dispatcher lost the registration of worker %s %d times in a row: another worker with this id "
+                    "seems to run; give each worker an --id of its own",
+                    self._worker, FORGOTTEN,
+                )  # fmt: skip
             log.info("dispatcher %s does not know this worker: registering again", self._connections[self._at].address)
         return welcome.known
 
@@ -204,11 +218,18 @@ class Membership:
 
     def _lost(self, error: BaseException) -> None:
         with self._lock:
+            now = time.monotonic()
             first = not self._outage
             if first:
-                self._outage = time.monotonic()
+                self._outage = now
+            remind = now - self._reminded >= REMIND
+            if first or remind:
+                self._reminded = now
+            lasted = now - self._outage
         if first:
             log.warning("no dispatcher: %s; trying on", error)
+        elif remind:
+            log.warning("still no dispatcher after %.0f s: %s; trying on", lasted, error)
         else:
             log.debug("still no dispatcher: %s", error)
 
