@@ -12,7 +12,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -34,9 +33,11 @@ from manifests.schema import Field
 from manifests.wire import messages as m
 from manifests.wire.flight import PeerSilent
 
-from .chunks import BAD, FAILED, MISSING, Chunk
+from .budget import Budget, FeedStats
+from .chunks import BAD, MISSING, Chunk
 from .control import Closed, Control
 from .grants import ASK, GrantKeeper, Held
+from .lookahead import LookAhead
 from .reads import Read, ReadPool
 from .session import Leg
 from .tensors import Part, view_part
@@ -47,33 +48,9 @@ I64 = npt.NDArray[np.int64]
 #: bytes one read should bring
 READ_BYTES = 8 << 20
 _FIRST_BYTES = 1 << 20
-#: rows looked at ahead of the planned ones for grants to ask for, at the most
-_AHEAD_ROWS = 100_000
 #: seconds a worker is left alone after it refused or broke a connection / went silent
 _AVOID_REFUSED, _AVOID_SILENT = 3.0, 15.0
 _TRIES = 4
-
-
-class Budget:
-    """Bytes of rows on their way, shared by the epochs of a loader. Changed under the feed's lock only."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.used = 0
-        self.lock = threading.Condition()
-        #: bytes per row, learned from what came; None: not known yet
-        self.row_bytes: float | None = None
-        #: rows read, and those of them that a worker's cache served
-        self.rows = self.hot_rows = 0
-
-
-@dataclass(frozen=True)
-class FeedStats:
-    """Figures for ``stats()``."""
-
-    buffered: int
-    in_flight: int
-    workers: int
 
 
 class Feed:
@@ -120,8 +97,7 @@ class Feed:
         self._closing = False
         self._grow = _FIRST_BYTES
         self._progress = time.monotonic()
-        self._ahead: deque[tuple[I64, I64]] = deque()
-        self._ahead_end = 0
+        self._ahead = LookAhead(leg)
         self._last_wanted: list[int] = []
         self._workers: dict[str, float] = {}
         self._quiet: dict[str, float] = {}
@@ -314,7 +290,7 @@ class Feed:
             if self._budget.row_bytes is None and not self._fixed_size():
                 count = min(count, 64)
             self._grow = min(self._grow * 2, READ_BYTES * max(1, min(4, len(self._workers))))
-        shards, rows = self._refs(count)
+        shards, rows = self._ahead.take(count, self._needed())
         chunk = Chunk(self._planned, shards, rows, self.leg.plan.ids(shards, rows), int(len(rows) * size))
         self._want(chunk)
         with self._lock:
@@ -332,31 +308,11 @@ class Feed:
         fixed = sum(f.row_bytes() or 0 for f in self._fields) + 8
         return fixed if self._fixed_size() else max(fixed, self._budget.row_bytes or 64 << 10)
 
-    def _refs(self, count: int) -> tuple[I64, I64]:
-        """The next ``count`` rows of the read stream, looking further ahead for the grants that follow."""
-        ahead = min(_AHEAD_ROWS, max(4 * count, 1024))
-        limit = self._needed()
-        while self._ahead_end < min(self._planned + count + ahead, limit):
-            shards, rows = self.leg.refs(self._ahead_end, min(ahead, limit - self._ahead_end))
-            if not len(rows):
-                break
-            self._ahead.append((shards, rows))
-            self._ahead_end += len(rows)
-        taken: list[tuple[I64, I64]] = []
-        while count and self._ahead:
-            shards, rows = self._ahead.popleft()
-            if len(rows) > count:
-                self._ahead.appendleft((shards[count:], rows[count:]))
-                shards, rows = shards[:count], rows[:count]
-            taken.append((shards, rows))
-            count -= len(rows)
-        return np.concatenate([s for s, _ in taken]), np.concatenate([r for _, r in taken])
-
     def _want(self, chunk: Chunk | None = None) -> None:
         """Tell the keeper which shards are needed: by rows not there yet, then by the rows that come."""
         with self._lock:
             open_chunks = [c.shards[c.part == MISSING] for c in self._chunks]
-        parts = [*open_chunks, *([chunk.shards] if chunk is not None else []), *(s for s, _ in self._ahead)]
+        parts = [*open_chunks, *([chunk.shards] if chunk is not None else []), *self._ahead.shards()]
         if not parts:
             return
         shards = np.concatenate(parts)
@@ -515,6 +471,3 @@ class Feed:
     def _notify(self) -> None:
         with self._lock:
             self._lock.notify_all()
-
-
-__all__ = ["BAD", "FAILED", "Budget", "Feed", "FeedStats"]

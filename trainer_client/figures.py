@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from .feed import FeedStats
+from .budget import FeedStats
 
 
 class Served(Protocol):

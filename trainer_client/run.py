@@ -17,10 +17,11 @@ from manifests.plan import Plan
 from manifests.wire import messages as m
 
 from .books import Books
+from .budget import Budget, FeedStats
 from .chunks import BAD, FAILED
 from .config import LoaderConfig
 from .control import Closed, Control
-from .feed import Budget, Feed, FeedStats
+from .feed import Feed
 from .figures import Waits
 from .joining import Dataset
 from .reads import ReadPool

@@ -238,3 +238,12 @@ def test_close_takes_five_seconds_at_most_without_a_dispatcher(own_cluster: Test
         assert time.monotonic() - started < 6.5
     finally:
         own_cluster.start_dispatcher()
+
+
+def test_more_shards_than_grants_are_held_at_once(own_cluster: TestCluster, tmp_path: Path) -> None:
+    """A stretch of rows over hundreds of tiny shards is read in waves of grants."""
+    for shard in range(300):
+        write_tar(tmp_path / f"{shard}.tar", [(f"{shard:03d}-{row}.cls", b"1") for row in range(2)])
+    own_cluster.register(manifests.build(str(tmp_path), name="many", version="1"))
+    with load(own_cluster, "many", "many", batch_size=64, shuffle=None) as loader:
+        assert [i for batch in loader for i in real(batch)] == list(range(600))

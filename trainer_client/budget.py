@@ -1,0 +1,28 @@
+"""Bytes that rows on their way may take, and figures about them."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+
+class Budget:
+    """Bytes of rows on their way, shared by the epochs of a loader. Changed under the feed's lock only."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.used = 0
+        self.lock = threading.Condition()
+        #: bytes per row, learned from what came; None: not known yet
+        self.row_bytes: float | None = None
+        #: rows read, and those of them that a worker's cache served
+        self.rows = self.hot_rows = 0
+
+
+@dataclass(frozen=True)
+class FeedStats:
+    """Figures for ``stats()``."""
+
+    buffered: int
+    in_flight: int
+    workers: int
