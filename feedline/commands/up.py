@@ -173,7 +173,7 @@ def _check_host(listen: Address) -> None:
     else:
         return
     raise ConfigError(
-        f"cannot listen on --listen {listen}", cause=cause,
+        f"--listen {listen} cannot be used", cause=cause,
         remedy="use 127.0.0.1, 0.0.0.0 for all interfaces, or one of this machine's addresses",
     )  # fmt: skip
 

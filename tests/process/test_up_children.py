@@ -191,3 +191,17 @@ def test_the_processes_by_hand(tmp_path: Path) -> None:
             assert done.returncode != 0 and "port in use" in done.stderr and done.stdout == ""
     finally:
         etcd.stop()
+
+
+def test_two_workers_of_one_id_are_told(tmp_path: Path) -> None:
+    with TestCluster(workers=0) as cluster:
+        listed = ["--dispatcher", cluster.address, "--memory", "64MiB", "--id", "same"]
+        ready = r"^worker (grpc://\S+) id=same$"
+        with (
+            program(tmp_path / "one", "worker", ready, *listed),
+            program(tmp_path / "two", "worker", ready, *listed),
+        ):
+            logs = [tmp_path / name / "worker.log" for name in ("one", "two")]
+            told = "another worker with this id seems to run"
+            cluster.wait_for("both were told", lambda: all(told in log.read_text() for log in logs))
+            assert [log.read_text().count(told) for log in logs] == [1, 1]

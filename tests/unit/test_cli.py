@@ -77,7 +77,7 @@ def test_commands_that_come_later_say_so(name: str, capsys: Any) -> None:
         ("up --listen 7070", "HOST:PORT"),
         (
             "up --listen 192.0.2.1:0",
-            "cannot listen on --listen 192.0.2.1:0: 192.0.2.1 is not an address of this machine",
+            "--listen 192.0.2.1:0 cannot be used: 192.0.2.1 is not an address of this machine",
         ),
         ("up --listen no.such.host.invalid:0", "cannot be looked up"),
         ("up --register /no/such/file.parquet", "no manifest file '/no/such/file.parquet'"),
