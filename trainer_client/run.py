@@ -211,7 +211,7 @@ class Run:
                 raise chunk.errors[place + int(failed[0]) - chunk.first]
             in_pads = int((bad + place >= session.leg.candidates).sum())
             self._check_budget(epoch, len(bad) - in_pads)
-            if in_pads > session.leg.plan.rows * session.leg.world_size:
+            if in_pads > session.leg.plan.rows * session.leg.world_size * (want + 1):  # each would have come round
                 raise TooManyBadSamples(
                     f"no row of epoch {epoch.number} is good", cause="all places of its pads are bad"
                 )

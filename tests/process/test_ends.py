@@ -19,7 +19,7 @@ from stored_data import write_tar
 
 import manifests
 from trainer_client import RemoteDataLoader
-from trainer_client.errors import RankAbsent, StateIncomplete
+from trainer_client.errors import RankAbsent, StateIncomplete, TooManyBadSamples
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +34,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> list[manifests.Manifest]:
     for count in (3, 5, 14):
         path = write_tar(folder / f"tiny-{count}.tar", [(f"{count}-{row}.cls", b"1") for row in range(count)])
         made.append(manifests.build(str(path), name=f"tiny-{count}", version="1"))
+    one = [(f"o{row}.cls", b"7" if row == 3 else b"x") for row in range(5)]
+    made.append(manifests.build(str(write_tar(folder / "one.tar", one)), name="one-good", version="1"))
     path = write_tar(folder / "bad.tar", [(f"{row:02d}.cls", b"x" if row in (1, 2, 3) else b"7") for row in range(16)])
     return [*made, manifests.build(str(path), name="bad", version="1")]
 
@@ -193,6 +195,34 @@ def test_a_bad_row_is_charged_once_also_when_pads_meet_it(cluster: TestCluster) 
     assert [len(batch["__id__"]) for batch in batches] == [5, 5, 5, 1]
     assert sum(int(batch["__pad__"].sum()) for batch in batches) == 3
     assert not {1, 2, 3} & {i for batch in batches for i in batch["__id__"].tolist()}
+
+
+def test_one_good_row_fills_every_pad(cluster: TestCluster) -> None:
+    """Four of five rows are bad; a rank whose own rows are all bad repeats the good one, flagged."""
+
+    def work(rank: int) -> list[tuple[int, bool]]:
+        with load(
+            cluster, "one-good", "one", rank=rank, world_size=2, batch_size=5, on_error="skip", max_bad=5
+        ) as loader:
+            return [
+                pair
+                for batch in loader
+                for pair in zip(batch["__id__"].tolist(), batch["__pad__"].tolist(), strict=True)
+            ]
+
+    assert on_ranks(2, work) == [[(3, True)] * 3, [(3, False), (3, True), (3, True)]]
+    books = cluster.audit("one")
+    assert (books["state"], books["acknowledged"], books["skipped"], books["lost"]) == ("complete", 1, 4, 0)
+
+
+def test_no_good_row_at_all_is_an_error(cluster: TestCluster, tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "none.tar", [(f"n{row}.cls", b"x") for row in range(4)])
+    cluster.register(manifests.build(str(path), name="none-good", version="1"))
+    with (
+        load(cluster, "none-good", "none", on_error="skip", max_bad=1.0) as loader,
+        pytest.raises(TooManyBadSamples, match="no row"),
+    ):
+        list(loader)
 
 
 def test_a_collate_that_raises_keeps_its_batch(cluster: TestCluster) -> None:
