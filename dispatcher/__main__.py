@@ -9,11 +9,11 @@ os.environ.setdefault("PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION", "python")
 
 import argparse
 import sys
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from manifests.errors import ConfigError, FeedlineError
+from manifests.errors import ConfigError
+from manifests.program import guarded, run_program
 from manifests.units import parse_time
 from manifests.wire.connection import parse_address, parse_addresses
 
@@ -69,15 +69,7 @@ def _default_store() -> Path:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse options and serve. Exit status: 0 stopped by a signal, 1 it failed, 2 misuse."""
-    parser = argparse.ArgumentParser(prog="python -m dispatcher", description=__doc__)
-    add_arguments(parser)
-    args = parser.parse_args(argv)
-    try:
-        config = config_from(args)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return serve(config)
+    return run_program("python -m dispatcher", __doc__, add_arguments, config_from, serve, argv)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -87,16 +79,14 @@ def run(args: argparse.Namespace) -> int:
 
 def serve(config: DispatcherConfig) -> int:
     """Serve on the configured etcd until a signal; errors are one line on stderr."""
-    try:
+
+    def act() -> int:
         # here and not above: it loads gRPC and etcd's messages, which a wrong option should not have to wait for
         from .etcd_store import EtcdStore
 
         return run_process(config, EtcdStore(config.etcd))
-    except FeedlineError as error:
-        if config.debug:
-            traceback.print_exc()
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+
+    return guarded(act, config.debug)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import traceback
 from collections.abc import Sequence
 
-from manifests.errors import ConfigError, FeedlineError
+from manifests.program import guarded, run_program
 from manifests.units import parse_size, parse_time
 from manifests.wire.connection import Address, parse_address, parse_addresses
 
@@ -73,15 +72,7 @@ def _cores() -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse options and serve. Exit status: 0 stopped by a signal, 1 it failed, 2 misuse."""
-    parser = argparse.ArgumentParser(prog="python -m worker", description=__doc__)
-    add_arguments(parser)
-    args = parser.parse_args(argv)
-    try:
-        config = config_from(args)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return serve(config)
+    return run_program("python -m worker", __doc__, add_arguments, config_from, serve, argv)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -91,13 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
 def serve(config: WorkerConfig) -> int:
     """Serve until a signal; errors are one line on stderr."""
-    try:
-        return run_process(config)
-    except FeedlineError as error:
-        if config.debug:
-            traceback.print_exc()
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    return guarded(lambda: run_process(config), config.debug)
 
 
 if __name__ == "__main__":
