@@ -106,6 +106,7 @@ class ReadPool:
                 job()
             except Exception:
                 log.exception("a read failed in an unexpected way")
+            del job  # it holds an epoch that may be over before the next one comes
 
 
 class Read:

@@ -147,5 +147,6 @@ class Reporter:
                 self._sent.update({p.epoch: p for p in news})
                 closed = {p.epoch for p in self._sent.values() if p.state != "open"}
                 self._books = [b for b in self._books if b.epoch not in closed]
+                self._sent = {b.epoch: self._sent[b.epoch] for b in self._books if b.epoch in self._sent}
         finally:
             self._sending.release()
