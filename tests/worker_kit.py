@@ -118,7 +118,7 @@ class Bench:
 
     def close(self) -> None:
         self.connection.close()
-        self.server.stop()
+        assert self.server.stop(), "a call has not ended"
         assert self.io.close() and self.decode.close()
         self.shards.close()
 

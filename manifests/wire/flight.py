@@ -295,7 +295,7 @@ class Server(fl.FlightServerBase):  # type: ignore[misc]  # pyarrow has no types
         check_port_free(listen)
         self._handler = handler
         self._max_upload = max_upload
-        self._running = True
+        self._stopper: threading.Thread | None = None
         try:
             super().__init__(listen.uri)
         except Exception as error:
@@ -305,11 +305,16 @@ class Server(fl.FlightServerBase):  # type: ignore[misc]  # pyarrow has no types
             self.stop()
             raise _port_in_use(listen, f"{holders} servers took it at the same moment")
 
-    def stop(self) -> None:
-        """Stop serving; waits for calls under way. Safe to call twice."""
-        if self._running:
-            self._running = False
-            self.shutdown()
+    def stop(self, timeout: float = 10.0) -> bool:
+        """Stop serving; waits for calls under way, at most ``timeout`` seconds. Safe to call twice.
+
+        Returns False when a call has not ended: gRPC waits without end for a client that takes nothing.
+        """
+        if self._stopper is None:
+            self._stopper = threading.Thread(target=self.shutdown, name="flight-stop", daemon=True)
+            self._stopper.start()
+        self._stopper.join(timeout)
+        return not self._stopper.is_alive()
 
     def do_action(self, context: Any, action: fl.Action) -> Iterator[bytes]:
         try:
