@@ -12,6 +12,7 @@ One rule for every format and step, so that a reader, a pipeline and the client 
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Literal
 
 import msgspec
@@ -42,24 +43,29 @@ class Field(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def arrow_type(self) -> pa.DataType:
         """The type this field has in every record batch feedline sends."""
-        if self.kind == "string":
-            return pa.large_utf8()
-        if self.kind == "bytes":
-            return pa.large_binary()
-        value = pa.from_numpy_dtype(np.dtype(self.dtype))
-        if self.kind == "scalar":
-            return value
-        if self.kind == "tensor":
-            return pa.fixed_shape_tensor(value, self.shape)
-        if self.ndim == 1:
-            return pa.large_list(value)
-        return pa.struct([("data", pa.large_list(value)), ("shape", pa.list_(pa.int32(), self.ndim))])
+        return _arrow_type(self.kind, self.dtype, self.shape, self.ndim)
 
     def row_bytes(self) -> int | None:
         """Bytes of one row's value, None when it differs from row to row."""
         if self.kind in ("scalar", "tensor"):
             return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
         return None
+
+
+@lru_cache(maxsize=1024)
+def _arrow_type(kind: Kind, dtype: str, shape: tuple[int, ...], ndim: int) -> pa.DataType:
+    if kind == "string":
+        return pa.large_utf8()
+    if kind == "bytes":
+        return pa.large_binary()
+    value = pa.from_numpy_dtype(np.dtype(dtype))
+    if kind == "scalar":
+        return value
+    if kind == "tensor":
+        return pa.fixed_shape_tensor(value, shape)
+    if ndim == 1:
+        return pa.large_list(value)
+    return pa.struct([("data", pa.large_list(value)), ("shape", pa.list_(pa.int32(), ndim))])
 
 
 def arrow_schema(fields: tuple[Field, ...]) -> pa.Schema:
