@@ -164,6 +164,8 @@ def run(config: WorkerConfig) -> int:
     worker = Worker(config)
     _log.info("serves at %s with %s of memory and %d decode threads",
               worker.address, format_size(config.memory), config.threads)  # fmt: skip
+    if config.allow or config.path:
+        _log.warning("--allow and --path are for PythonMap, which comes in a later release: they have no effect yet")
     clean = False
     try:
         announced, quiet_since = False, 0.0

@@ -336,3 +336,12 @@ def _gone(pid: int) -> bool:
             return file.read().rpartition(")")[2].split()[0] in "ZX"
     except OSError:
         return True
+
+
+def test_options_without_an_effect_yet_say_so(tmp_path: Path) -> None:
+    with dispatcher(tmp_path) as leader:
+        arguments = ("--dispatcher", str(leader.address), "--allow", "steps.mine", "--path", str(tmp_path))
+        with started(*arguments) as process:
+            process.wait_line("--allow and --path .* no effect yet")
+            process.wait_line(r"^worker grpc://")
+            assert process.stop() == 0
