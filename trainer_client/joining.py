@@ -129,61 +129,44 @@ def open_generation(
     Raises:
         JobBusy, JobMismatch, StateMismatch: refused, with the reason. RankAbsent: ranks missing after join_timeout.
     """
-    joined: list[int] = []
+    ask = m.OpenJob(job=config.job, rank=rank, holder=holder, nonce=os.urandom(8).hex(), settings=settings, start=start)
+    deadline = time.monotonic() + config.join_timeout
+    pause = _POLL[0]
+    opened: m.JobOpened | None = None
     try:
-        return _join(control, config, rank, holder, settings, start, closing, joined)
+        while True:
+            before, opened = opened, _ask_until_free(control, config, ask, closing)
+            if opened.warning and before is None:
+                warnings.warn(opened.warning, FeedlineWarning, stacklevel=4)
+            if not opened.absent:
+                return opened
+            if time.monotonic() >= deadline:
+                names = ", ".join(map(str, opened.absent))
+                raise RankAbsent(
+                    f"rank {names} of job {config.job} did not join within {config.join_timeout:g} s",
+                    cause=f"{settings.world_size} ranks are expected, {len(opened.absent)} are missing",
+                    remedy="start all ranks with the same job name and world_size, or raise join_timeout",
+                    detail={"absent": list(opened.absent)},
+                )
+            if closing.wait(pause):
+                raise RankAbsent("the loader was closed while ranks were missing")
+            pause = min(pause * 1.5, _POLL[1])
     except BaseException:
-        if joined:
-            _leave(control, config, rank, holder, joined[-1])
+        if opened is not None:
+            _leave(control, ask, opened.generation)
         raise
 
 
-def _leave(control: Control, config: LoaderConfig, rank: int, holder: m.Holder, generation: int) -> None:
-    """Give a place back that was taken while others were waited for, so that the next start need not wait for a lease."""
-    report = m.Report(
-        cause=new_cause(),
-        job=config.job,
-        generation=generation,
-        rank=rank,
-        holder=holder.uid,
-        state="done",
-        leaving=True,
-    )
-    try:
-        control.call(report, m.Reported, timeout=2.0, one_call=2.0)
-    except (FeedlineError, Closed) as error:
-        log.debug("the place of rank %d was not given back: %s", rank, error)
-
-
-def _join(
-    control: Control,
-    config: LoaderConfig,
-    rank: int,
-    holder: m.Holder,
-    settings: m.JobSettings,
-    start: m.StartPoint,
-    closing: threading.Event,
-    joined: list[int],
-) -> m.JobOpened:
-    nonce = os.urandom(8).hex()
-    deadline = time.monotonic() + config.join_timeout
+def _ask_until_free(control: Control, config: LoaderConfig, ask: m.OpenJob, closing: threading.Event) -> m.JobOpened:
+    """Send ``ask``, again while a holder is in the way that may be gone."""
     dead: set[str] = set()
-    busy_until: float | None = None
-    pause = _POLL[0]
-    warned = False
+    first: float | None = None  # when the holder was last heard of, at the first refusal
+    give_up = 0.0
     while True:
-        message = m.OpenJob(
-            cause=new_cause(),
-            job=config.job,
-            rank=rank,
-            holder=holder,
-            nonce=nonce,
-            settings=settings,
-            start=start,
-            dead=tuple(sorted(dead)),
-        )
+        message = msgspec.structs.replace(ask, cause=new_cause(), dead=tuple(sorted(dead)))
         try:
             opened: m.JobOpened = control.call(message, m.JobOpened, timeout=config.timeout)
+            return opened
         except (JobBusy, JobMismatch) as error:
             found = _dead_holders(error.detail)
             if found - dead:
@@ -192,32 +175,30 @@ def _join(
             if isinstance(error, JobMismatch):
                 raise
             now = time.monotonic()
-            heard, lease = float(error.detail.get("heard_ms", 0)), float(error.detail.get("lease_ms", 0))
-            if busy_until is None:
-                busy_until = now + max(0.0, lease - heard) / 1000 + 0.5
-                silent_since = now - heard / 1000
-            if now >= busy_until or now - heard / 1000 > silent_since + 0.5:
+            heard = now - float(error.detail.get("heard_ms", 0)) / 1000
+            if first is None:
+                first, give_up = heard, max(now, heard + float(error.detail.get("lease_ms", 0)) / 1000) + 0.5
+            if now >= give_up or heard > first + 0.5:
                 raise  # it lives: it was heard of since the first refusal
-            log.info("rank %d is held by a silent process; waiting for its lease to end", rank)
-            closing.wait(0.2)
-            continue
-        joined.append(opened.generation)
-        if opened.warning and not warned:
-            warned = True
-            warnings.warn(opened.warning, FeedlineWarning, stacklevel=4)
-        if not opened.absent:
-            return opened
-        if time.monotonic() >= deadline:
-            names = ", ".join(map(str, opened.absent))
-            raise RankAbsent(
-                f"rank {names} of job {config.job} did not join within {config.join_timeout:g} s",
-                cause=f"{settings.world_size} ranks are expected, {len(opened.absent)} are missing",
-                remedy="start all ranks with the same job name and world_size, or raise join_timeout",
-                detail={"absent": list(opened.absent)},
-            )
-        if closing.wait(pause):
-            raise RankAbsent("the loader was closed while ranks were missing")
-        pause = min(pause * 1.5, _POLL[1])
+        log.info("rank %d is held by a silent process; waiting for its lease to end", ask.rank)
+        closing.wait(0.2)
+
+
+def _leave(control: Control, ask: m.OpenJob, generation: int) -> None:
+    """Give a place back that was taken while others were waited for, so that the next start need not wait for a lease."""
+    report = m.Report(
+        cause=new_cause(),
+        job=ask.job,
+        generation=generation,
+        rank=ask.rank,
+        holder=ask.holder.uid,
+        state="done",
+        leaving=True,
+    )
+    try:
+        control.call(report, m.Reported, timeout=2.0, one_call=2.0)
+    except (FeedlineError, Closed) as error:
+        log.debug("the place of rank %d was not given back: %s", ask.rank, error)
 
 
 def _dead_holders(detail: dict[str, Any]) -> set[str]:
