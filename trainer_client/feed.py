@@ -34,7 +34,7 @@ from manifests.wire import messages as m
 from manifests.wire.flight import PeerSilent
 
 from .budget import Budget, FeedStats
-from .chunks import BAD, MISSING, Chunk
+from .chunks import MISSING, Chunk
 from .control import Closed, Control
 from .grants import ASK, GrantKeeper, Held
 from .lookahead import LookAhead
@@ -82,6 +82,10 @@ class Feed:
         self.leg = leg
         self.epoch = epoch
         self._fields = list(fields)
+        sizes = [field.row_bytes() for field in fields]
+        #: bytes of one row's fixed-shape columns and its id, and whether that is all of it
+        self._fixed = sum(size or 0 for size in sizes) + 8
+        self._all_fixed = None not in sizes
         self._control = control
         self._pool = pool
         self._budget = budget
@@ -97,6 +101,7 @@ class Feed:
         self._closing = False
         self._grow = _FIRST_BYTES
         self._progress = time.monotonic()
+        self._waits_since = 0.0
         self._ahead = LookAhead(leg)
         self._last_wanted: list[int] = []
         self._workers: dict[str, float] = {}
@@ -164,8 +169,6 @@ class Feed:
                     self._starving = True
                     self._lock.notify_all()
                 self._lock.wait(min(1.0, self._timeout - idle))
-
-    _waits_since = 0.0
 
     def begin_wait(self) -> None:
         """The loop starts to wait: a pause of the loop itself does not count against the deadline."""
@@ -287,7 +290,7 @@ class Feed:
             if free < target and self._budget.used > 0 and not forced:
                 return None
             count = int(max(1, min(wanted, target // max(size, 1))))
-            if self._budget.row_bytes is None and not self._fixed_size():
+            if self._budget.row_bytes is None and not self._all_fixed:
                 count = min(count, 64)
             self._grow = min(self._grow * 2, READ_BYTES * max(1, min(4, len(self._workers))))
         shards, rows = self._ahead.take(count, self._needed())
@@ -301,12 +304,8 @@ class Feed:
             self._budget.used += chunk.reserved
         return chunk
 
-    def _fixed_size(self) -> bool:
-        return all(f.row_bytes() is not None for f in self._fields)
-
     def _row_size(self) -> float:
-        fixed = sum(f.row_bytes() or 0 for f in self._fields) + 8
-        return fixed if self._fixed_size() else max(fixed, self._budget.row_bytes or 64 << 10)
+        return self._fixed if self._all_fixed else max(self._fixed, self._budget.row_bytes or 64 << 10)
 
     def _want(self, chunk: Chunk | None = None) -> None:
         """Tell the keeper which shards are needed: by rows not there yet, then by the rows that come."""
@@ -336,7 +335,7 @@ class Feed:
         if not len(offsets):
             return True
         avoided = self._keeper.avoided()
-        by_worker: dict[str, tuple[m.WorkerRef, list[Held], list[int]]] = {}
+        by_worker: dict[str, tuple[m.WorkerRef, list[Held]]] = {}
         waiting = []
         shards = chunk.shards[offsets]
         for shard in np.unique(shards).tolist():
@@ -345,7 +344,7 @@ class Feed:
             if held is None or worker is None:
                 waiting.append(shard)
                 continue
-            by_worker.setdefault(worker.id, (worker, [], []))[1].append(held)
+            by_worker.setdefault(worker.id, (worker, []))[1].append(held)
         if waiting:
             self._last_wanted = []
             self._want()
@@ -354,20 +353,16 @@ class Feed:
                 return False
             with self._lock:
                 self._retry.append((chunk, offsets[np.isin(shards, waiting)]))
-        for worker, grants, _ in by_worker.values():
+        rows = int(max(1, READ_BYTES // max(1.0, self._row_size())))
+        for worker, grants in by_worker.values():
             numbers = np.array([g.shard for g in grants], np.int64)
             mine = offsets[np.isin(shards, numbers)]
             order = np.argsort(numbers)
             which = order[np.searchsorted(numbers[order], chunk.shards[mine])]
-            for piece in self._pieces(mine):
-                at = np.searchsorted(mine, piece)
-                self._submit(chunk, worker, tuple(g.signed for g in grants), piece, which[at])
+            signed = tuple(g.signed for g in grants)
+            for at in range(0, len(mine), rows):
+                self._submit(chunk, worker, signed, mine[at : at + rows], which[at : at + rows])
         return True
-
-    def _pieces(self, offsets: I64) -> list[I64]:
-        """Rows of one worker in reads of about READ_BYTES."""
-        rows = int(max(1, READ_BYTES // max(1.0, self._row_size())))
-        return [offsets[at : at + rows] for at in range(0, len(offsets), rows)]
 
     def _submit(self, chunk: Chunk, worker: m.WorkerRef, grants: tuple[bytes, ...], offsets: I64, which: I64) -> None:
         used = np.unique(which)
@@ -398,8 +393,9 @@ class Feed:
         if not np.array_equal(view.ids, chunk.ids[good]):
             raise ProtocolError(f"worker {read.worker.id} sent other rows than were asked for")
         with self._lock:
+            before_bad = len(chunk.bad)
             filled = chunk.fill(offsets, view, bad)
-            self._bad += sum(1 for offset, _ in bad if chunk.part[offset] == BAD)
+            self._bad += len(chunk.bad) - before_bad  # not again when a read that moved brings them twice
             self._learn(view)
             self._budget.rows += len(offsets)
             self._budget.hot_rows += part.hot
