@@ -134,8 +134,7 @@ class Plan:
         def make() -> I64:
             inner = np.unique(self._ends[(self._ends > start) & (self._ends < stop)])
             cuts = np.concatenate([np.array([start], np.int64), inner, np.array([stop], np.int64)])
-            keys = np.concatenate([(np.arange(n) + 0.5) / n for n in np.diff(cuts)])
-            return np.argsort(keys, kind="stable").astype(np.int64)
+            return merged_evenly(np.diff(cuts))
 
         return self._keep(("group", start, stop), make)
 
@@ -163,6 +162,13 @@ class Plan:
                 self._kept_rows -= len(self._kept.popitem(last=False)[1])
         self._kept.move_to_end(name)
         return found
+
+
+def merged_evenly(sizes: I64) -> I64:
+    """Order in which stretches of these sizes, laid end to end, are merged so that each lasts as long as the whole:
+    int64 [sum of sizes]."""
+    keys = np.concatenate([(np.arange(n) + 0.5) / n for n in sizes.tolist()])
+    return np.argsort(keys, kind="stable").astype(np.int64)
 
 
 def lane_sizes(rows: int, lanes: int) -> I64:

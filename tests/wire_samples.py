@@ -31,6 +31,7 @@ SETTINGS = m.JobSettings(
     elastic=True,
     audit=True,
 )
+LANE = m.LaneGrants(rank=1, number=3, dropped=4, place=6, pieces=b"\x02")
 START = m.StartPoint(
     kind="checkpoint",
     epoch=2,
@@ -42,7 +43,12 @@ START = m.StartPoint(
     world_size=2,
     skip=True,
     job="j",
+    ranges=b"\x00\x05",
+    lanes=(LANE,),
+    carried=b"\x01",
+    missing=(1,),
 )
+FLOOR = m.Floor(epoch=2, position=40, step=3)
 HOLDER = m.Holder(uid="u", host="h", pid=12)
 SUM = m.IdSum(count=3, value=2**64 - 1)
 PROGRESS = m.EpochProgress(
@@ -62,6 +68,12 @@ PROGRESS = m.EpochProgress(
     padded=2,
     unbalanced=(m.ShardSum(source=0, shard=1, planned=3, handed_out=3, lost=(4,), repeated=(5,)),),
     state="abandoned",
+    quarantined=b"\x01\x02",
+    acked_quarantined=b"\x01\x01",
+    carried=(m.CarriedSum(epoch=1, handed_out=SUM, acknowledged=SUM),),
+    lane=LANE,
+    before=b"\x00\x04",
+    floor_step=2,
 )
 GRANT = m.Grant(
     cause="c",
@@ -114,6 +126,10 @@ SAMPLES: tuple[m.Message, ...] = (
         failures=(m.ReadFailure(worker="w1", source=0, shard=9, code="silent", message="5 s"),),
         done=(m.ShardAsk(source=0, shard=8),),
         floor=11,
+        have=5,
+        want=90,
+        place=4,
+        speeds=(m.WorkerSpeed(worker="w1", bytes=1000, ms=3),),
     ),
     m.Grants(
         cause="c",
@@ -125,6 +141,13 @@ SAMPLES: tuple[m.Message, ...] = (
         now_ms=4,
         waiting="no worker",
         waiting_code="no-worker",
+        quarantined=(
+            m.QuarantinedShard(source=0, shard=8, uri="/data/8.tar", code="shard-missing", reason="r", workers=("w1",)),
+        ),
+        lane=LANE,
+        final=True,
+        floor=FLOOR,
+        carried=b"\x01",
     ),
     m.Report(
         cause="c",
@@ -139,7 +162,14 @@ SAMPLES: tuple[m.Message, ...] = (
         leaving=True,
         marks=(m.EpochProgress(epoch=2, step=7, handed=(4, 3)),),
     ),
-    m.Reported(cause="c", now_ms=4, slowest_epoch=1, slowest_rank=3),
+    m.Reported(
+        cause="c",
+        now_ms=4,
+        slowest_epoch=1,
+        slowest_rank=3,
+        silent=(m.SilentRank(rank=2, silent_ms=12000, host="h", pid=12),),
+        floors=(FLOOR,),
+    ),
     GRANT,
     m.ReadTicket(cause="c", grants=(b"\x01", b"\x02"), which=b"\x00\x00\x00\x00", rows=b"\x05" + b"\x00" * 7),
     m.ReadPart(

@@ -68,9 +68,28 @@ class JobSettings(Part_, frozen=True):
     audit: bool = False
 
 
+class LaneGrants(Part_, frozen=True):
+    """One rank's lane in dynamic order (``manifests.granted``). ``number``: of its random stream; ``dropped``: rows at
+    its beginning that all ranks have handed out and that are forgotten; ``place``: rows of it handed out; ``pieces``:
+    what it was granted after that, in order."""
+
+    rank: int
+    number: int = 0
+    dropped: int = 0
+    place: int = 0
+    pieces: bytes = b""
+
+
 class StartPoint(Part_, frozen=True):
     """Where a generation starts. ``taken``: rows taken per lane, one entry per lane; ``sub``: reserved, the second half
-    of the (row, sub) cursor per lane; ``first_epoch``: epoch in which the current pass (one ``for``) began."""
+    of the (row, sub) cursor per lane; ``first_epoch``: epoch in which the current pass (one ``for``) began.
+
+    Dynamic order has no ``taken`` but ``ranges``: plan positions that were handed out (``manifests.ranges``), ``lanes``:
+    lanes to go on with where the world size stayed the same (their rows that have left are in ``ranges``), and
+    ``carried``: pieces of earlier epochs still to be handed out in this one.
+
+    ``missing``: ranks whose part is to come from the marks of generation ``generation`` of job ``job``.
+    """
 
     kind: Literal["fresh", "checkpoint", "latest"] = "fresh"
     epoch: int = 0
@@ -82,6 +101,15 @@ class StartPoint(Part_, frozen=True):
     job: str = ""  # job whose generation that was
     world_size: int = 0
     skip: bool = False  # on_error was "skip" when the state was taken
+    ranges: bytes = b""
+    lanes: tuple[LaneGrants, ...] = ()
+    carried: bytes = b""
+    missing: tuple[int, ...] = ()
+
+    @property
+    def inside(self) -> bool:
+        """Whether rows of its epoch lie before it."""
+        return any(self.taken) or bool(self.ranges)
 
 
 class Holder(Part_, frozen=True):
@@ -119,12 +147,23 @@ class SkippedRow(Part_, frozen=True):
     reason: str
 
 
+class CarriedSum(Part_, frozen=True):
+    """Books of rows of an earlier epoch that a rank hands out in this one; not part of any other sum."""
+
+    epoch: int
+    handed_out: IdSum = IdSum()
+    acknowledged: IdSum = IdSum()
+
+
 class EpochProgress(Part_, frozen=True):
     """Cumulative books of one rank in one epoch of one generation. A later message replaces an earlier one.
 
-    ``handed``/``acked``: rows taken per own lane (ascending lane), skipped rows included, up to the last batch handed
-    to the loop / acknowledged. ``source``: sum over the ids the plan has there; ``handed_out``: sum over the ids in the
-    batches; both without skipped rows and pads.
+    ``handed``/``acked``: rows taken per own lane (ascending lane), skipped and quarantined rows included, up to the last
+    batch handed to the loop / acknowledged; in dynamic order one lane, counted from its beginning. ``source``: sum over
+    the ids the plan has there; ``handed_out``: sum over the ids in the batches; both without skipped, quarantined and
+    carried rows and pads. ``quarantined``: sample ids passed over because their shard is in quarantine
+    (``manifests.ranges``). As a mark: only epoch, step, handed, and in dynamic order ``lane``, ``before`` (plan positions
+    taken that are not in the lane, everything below the floor among them) and ``floor_step``.
     """
 
     epoch: int
@@ -145,6 +184,12 @@ class EpochProgress(Part_, frozen=True):
     unbalanced: tuple[ShardSum, ...] = ()
     #: "open", "finished" (all its steps handed out and acknowledged) or "abandoned" (the loop was left early)
     state: Literal["open", "finished", "abandoned"] = "open"
+    quarantined: bytes = b""
+    acked_quarantined: bytes = b""
+    carried: tuple[CarriedSum, ...] = ()
+    lane: LaneGrants | None = None
+    before: bytes = b""
+    floor_step: int = 0
 
 
 # -- datasets (client or command line -> dispatcher) ---------------------------------------------------------------
@@ -253,10 +298,21 @@ class ReadFailure(Part_, frozen=True):
     message: str = ""
 
 
+class WorkerSpeed(Part_, frozen=True):
+    """What a client saw of a worker since its last ask: bytes that came, and the time its reads took together."""
+
+    worker: str
+    bytes: int
+    ms: int
+
+
 class AskGrants(Message, frozen=True, tag="ask-grants"):
     """Ask for the right to read shards (those the rank needs next, in order). Asking again renews.
 
     ``avoid``: workers that refused or stalled for this client just now. ``done``: shards not needed any more.
+
+    Dynamic order: ``have``: rows of its lane the rank knows of; ``want``: rows it wants the lane to have; ``place``: rows
+    of it handed out. The same ask again gets the same pieces again.
     """
 
     job: str
@@ -268,7 +324,11 @@ class AskGrants(Message, frozen=True, tag="ask-grants"):
     avoid: tuple[str, ...] = ()
     failures: tuple[ReadFailure, ...] = ()
     done: tuple[ShardAsk, ...] = ()
-    floor: int = 0  # reserved (dynamic order): plan position below which everything was handed out
+    floor: int = 0  # reserved
+    have: int = 0
+    want: int = 0
+    place: int = 0
+    speeds: tuple[WorkerSpeed, ...] = ()
 
 
 class WorkerRef(Part_, frozen=True):
@@ -286,14 +346,44 @@ class GrantInfo(Part_, frozen=True):
     signed: bytes
 
 
+class Floor(Part_, frozen=True):
+    """Dynamic order: every rank has handed out all plan positions below ``position`` when the slowest had acknowledged
+    ``step`` steps."""
+
+    epoch: int
+    position: int = 0
+    step: int = 0
+
+
+class QuarantinedShard(Part_, frozen=True):
+    """A shard that no worker could read. ``code``: of the error that came most; ``workers``: that failed on it."""
+
+    source: int
+    shard: int
+    uri: str = ""
+    code: str = ""
+    reason: str = ""
+    workers: tuple[str, ...] = ()
+
+
 class Grants(Message, frozen=True, tag="grants"):
     """``waiting``: why there are fewer grants than asked for ("" if all are there); ``waiting_code``: the error that a
-    deadline passed in this wait should be."""
+    deadline passed in this wait should be. ``quarantined``: those of the shards asked for that are in quarantine.
+
+    Dynamic order: ``lane``: pieces after the rows the rank has (``dropped`` is their first lane index), ending in a cut
+    when the pool has nothing more now; ``final``: nor will it ever have for this rank; ``carried``: pieces of earlier
+    epochs that this epoch has to hand out besides its own, over all ranks.
+    """
 
     grants: tuple[GrantInfo, ...] = ()
     now_ms: int = 0
     waiting: str = ""
     waiting_code: Literal["", "wait-timeout", "no-worker", "rank-absent"] = ""
+    quarantined: tuple[QuarantinedShard, ...] = ()
+    lane: LaneGrants | None = None
+    final: bool = False
+    floor: Floor | None = None
+    carried: bytes = b""
 
 
 class Report(Message, frozen=True, tag="report"):
@@ -309,16 +399,28 @@ class Report(Message, frozen=True, tag="report"):
     waiting_ms: int = 0
     #: the rank gives its lease back (close)
     leaving: bool = False
-    #: reserved: state marks (epoch, step) with rows taken per own lane
+    #: states saved since the last report
     marks: tuple[EpochProgress, ...] = ()
 
 
+class SilentRank(Part_, frozen=True):
+    """A rank whose lease is over though it did not close. ``silent_ms``: since it was last heard."""
+
+    rank: int
+    silent_ms: int
+    host: str = ""
+    pid: int = 0
+
+
 class Reported(Message, frozen=True, tag="reported"):
-    """``slowest_epoch``: the lowest epoch any rank is still in; a rank more than 2 ahead of it waits."""
+    """``slowest_epoch``: the lowest epoch any rank is still in; a rank more than 2 ahead of it waits. ``silent``: ranks
+    that seem to be gone (at most 16). ``floors``: dynamic order, of the epochs reported."""
 
     now_ms: int = 0
     slowest_epoch: int = 0
     slowest_rank: int = 0
+    silent: tuple[SilentRank, ...] = ()
+    floors: tuple[Floor, ...] = ()
 
 
 # -- grants and reads (client -> worker) ---------------------------------------------------------------------------
