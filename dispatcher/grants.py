@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -32,6 +33,16 @@ MAX_AHEAD = 2
 MAX_ENDPOINTS = 10_000
 
 
+@dataclass(frozen=True, slots=True)
+class MoreRows:
+    """What the pool of a job in dynamic order answers to an ask; fields as in ``messages.Grants``."""
+
+    lane: m.LaneGrants | None = None
+    final: bool = False
+    floor: m.Floor | None = None
+    carried: bytes = b""
+
+
 class Grants:
     """Places shards on workers and signs grants."""
 
@@ -48,6 +59,8 @@ class Grants:
         #: (job, rank) whose assignments changed in this event
         self._changed: set[int] = set()
         jobs.on_release = self.release
+        #: dynamic order: gives the rank more of the plan
+        self.more_rows: Callable[[events.GrantsRequested, Job], MoreRows] = lambda event, job: MoreRows()
 
     # -- asking
 
@@ -64,13 +77,25 @@ class Grants:
             self._close(job, ask.rank, (ask.epoch, done.source, done.shard))
         waiting, code = self._not_yet(event.at, job, ask)
         found: list[m.GrantInfo] = []
+        more = MoreRows()
         if not waiting:
+            if job.current.settings.order == "dynamic" and ask.want:
+                more = self.more_rows(event, job)
             found, waiting = self._grant(event, job, infos)
             code = "no-worker" if waiting else ""
         self._store(job)
         self._out.reply(
             event.request,
-            m.Grants(grants=tuple(found), now_ms=event.now_ms, waiting=waiting, waiting_code=code),
+            m.Grants(
+                grants=tuple(found),
+                now_ms=event.now_ms,
+                waiting=waiting,
+                waiting_code=code,
+                lane=more.lane,
+                final=more.final,
+                floor=more.floor,
+                carried=more.carried,
+            ),
         )
 
     def _look_up(self, job: Job, shards: Iterable[m.ShardAsk]) -> list[tuple[m.ShardAsk, ShardInfo]]:

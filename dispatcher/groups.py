@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from .effects import Delete, Effect, Put
-from .store import MAX_BYTES, MAX_OPERATIONS
+from .store import MAX_BYTES, MAX_OPERATIONS, commit_bytes
 
 
 def transactions(done: list[list[Effect]]) -> Iterator[tuple[dict[str, bytes], set[str]]]:
@@ -45,12 +45,8 @@ def _net(effects: list[Effect]) -> tuple[dict[str, bytes], set[str]]:
     return puts, deletes
 
 
-def _size(puts: dict[str, bytes], deletes: Iterable[str]) -> int:
-    return sum(len(k.encode()) + len(v) for k, v in puts.items()) + sum(len(k.encode()) for k in deletes)
-
-
 def _fits(puts: dict[str, bytes], deletes: set[str]) -> bool:
-    return len(puts) + len(deletes) <= MAX_OPERATIONS and _size(puts, deletes) <= MAX_BYTES
+    return len(puts) + len(deletes) <= MAX_OPERATIONS and commit_bytes(puts, deletes) <= MAX_BYTES
 
 
 def _cut(puts: dict[str, bytes], deletes: set[str]) -> Iterator[tuple[dict[str, bytes], set[str]]]:

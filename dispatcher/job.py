@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from . import books
-from .records import EpochRecord, GenerationRecord, JobRecord, MemberRecord, RankEpochRecord
+from .records import EpochRecord, GenerationRecord, JobRecord, MemberRecord, QuarantineRecord, RankEpochRecord
 
 #: epochs kept per job after they were folded, and generations kept
 KEPT_EPOCHS = 1000
@@ -41,6 +41,8 @@ class Job:
     folded: dict[tuple[int, int], EpochRecord] = field(default_factory=dict)
     #: rank -> epoch it is in, worked out from the books
     epochs: dict[int, int] = field(default_factory=dict)
+    #: (generation, source, shard) -> why no worker could read it
+    quarantine: dict[tuple[int, int, int], QuarantineRecord] = field(default_factory=dict)
 
     @property
     def name(self) -> str:

@@ -191,6 +191,8 @@ class Jobs:
         """Keep the last generations and folded epochs only."""
         for number in sorted(job.generations)[:-KEPT_GENERATIONS]:
             self._out.delete(job.generations.pop(number).key)
+            for name in [name for name in job.quarantine if name[0] == number]:
+                self._out.delete(job.quarantine.pop(name).key)
             for place in [place for place in job.folded if place[0] == number]:
                 self._out.delete(job.folded.pop(place).key)
         for place in sorted(job.folded)[:-KEPT_EPOCHS]:
@@ -281,8 +283,8 @@ class Jobs:
         for name, job in list(self.by_name.items()):
             if now_ms - job.record.used_ms > KEPT_MS and not job.any_live(at, self.lease):
                 self._end_generation(job)
-                for book in job.folded.values():
-                    self._out.delete(book.key)
+                for record in (*job.folded.values(), *job.quarantine.values()):
+                    self._out.delete(record.key)
                 for generation in job.generations.values():
                     self._out.delete(generation.key)
                 self._out.delete(job.record.key)

@@ -7,7 +7,11 @@
     jobs/<job>/generations/<g>/members/<r>                 MemberRecord      current generation only
     jobs/<job>/generations/<g>/assignments/<r>             AssignmentRecord  current generation only
     jobs/<job>/generations/<g>/epochs/<e>/ranks/<r>        RankEpochRecord   current generation, open epochs
+    jobs/<job>/generations/<g>/epochs/<e>/pool             PoolRecord        dynamic order, open epochs
+    jobs/<job>/generations/<g>/epochs/<e>/lanes/<r>        LaneRecord        dynamic order, open epochs
     jobs/<job>/generations/<g>/epochs/<e>                  EpochRecord       all ranks of an epoch folded into one
+    jobs/<job>/generations/<g>/quarantine/<source>-<shard> QuarantineRecord
+    jobs/<job>/marks/<g>/<e>/<step>/<r>                    MarkRecord        of the last 8 (g, e, step)
 
 Nothing here grows with the shards or the steps of a job. Names cannot hold a ``/``, so keys are unambiguous.
 """
@@ -141,6 +145,69 @@ class RankEpochRecord(Record, frozen=True, kw_only=True, tag="rank-epoch"):
         return f"jobs/{self.job}/generations/{self.generation}/epochs/{self.epoch}/ranks/{self.rank}"
 
 
+class PoolRecord(Record, frozen=True, kw_only=True, tag="pool"):
+    """Dynamic order: what of an epoch no rank was granted. ``free``: plan positions (``manifests.ranges``); ``carried``:
+    pieces of earlier epochs to hand out first (``manifests.granted``), ``carried_in``: all that ever were; ``settled``:
+    positions handed out for good by lanes that are no more; ``floor`` holds for ``floor_step`` steps."""
+
+    job: str
+    generation: int
+    epoch: int
+    free: bytes = b""
+    carried: bytes = b""
+    carried_in: bytes = b""
+    settled: bytes = b""
+    floor: int = 0
+    floor_step: int = 0
+
+    @property
+    def key(self) -> str:
+        return f"jobs/{self.job}/generations/{self.generation}/epochs/{self.epoch}/pool"
+
+
+class LaneRecord(Record, frozen=True, kw_only=True, tag="lane"):
+    """Dynamic order: the lane of one rank in one epoch. ``quota``: rows it may have since it began, None: no limit;
+    ``begun``: its place at the start of the generation; ``tenure``: holders of this rank before, in this generation."""
+
+    job: str
+    generation: int
+    epoch: int
+    lane: m.LaneGrants
+    quota: int | None = None
+    begun: int = 0
+    tenure: int = 0
+
+    @property
+    def key(self) -> str:
+        return f"jobs/{self.job}/generations/{self.generation}/epochs/{self.epoch}/lanes/{self.lane.rank}"
+
+
+class QuarantineRecord(Record, frozen=True, kw_only=True, tag="quarantine"):
+    """A shard that no worker could read, for this generation of the job."""
+
+    job: str
+    generation: int
+    shard: m.QuarantinedShard
+    at_ms: int = 0
+
+    @property
+    def key(self) -> str:
+        return f"jobs/{self.job}/generations/{self.generation}/quarantine/{self.shard.source}-{self.shard.shard}"
+
+
+class MarkRecord(Record, frozen=True, kw_only=True, tag="mark"):
+    """A position that a rank saved: ``mark.epoch`` and ``mark.step`` name it."""
+
+    job: str
+    generation: int
+    rank: int
+    mark: m.EpochProgress
+
+    @property
+    def key(self) -> str:
+        return f"jobs/{self.job}/marks/{self.generation}/{self.mark.epoch}/{self.mark.step}/{self.rank}"
+
+
 class EpochRecord(Record, frozen=True, kw_only=True, tag="epoch"):
     """Books of all ranks in one epoch of one generation, added up.
 
@@ -165,6 +232,15 @@ class EpochRecord(Record, frozen=True, kw_only=True, tag="epoch"):
     acked_skipped: int = 0
     padded: int = 0
     unbalanced: tuple[m.ShardSum, ...] = ()
+    #: sample ids passed over because of quarantine (``manifests.ranges``)
+    quarantined: bytes = b""
+    acked_quarantined: bytes = b""
+    carried: tuple[m.CarriedSum, ...] = ()
+    #: dynamic order: plan positions handed out / acknowledged since the epoch began, b"": all of them
+    handed_ranges: bytes = b""
+    acked_ranges: bytes = b""
+    #: dynamic order: rows that elastic ranks had handed out and not acknowledged when they died
+    rewound: int = 0
 
     @property
     def key(self) -> str:
@@ -173,7 +249,7 @@ class EpochRecord(Record, frozen=True, kw_only=True, tag="epoch"):
 
 Stored = (
     DatasetRecord | KeyRecord | JobRecord | GenerationRecord | MemberRecord | AssignmentRecord | RankEpochRecord
-    | EpochRecord
+    | EpochRecord | PoolRecord | LaneRecord | QuarantineRecord | MarkRecord
 )  # fmt: skip
 
 

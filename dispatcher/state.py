@@ -98,12 +98,14 @@ class State:
             elif isinstance(record, records.JobRecord):
                 self.jobs.by_name[record.name] = Job(record)
         for record in found:
-            if isinstance(record, records.GenerationRecord | records.EpochRecord):
+            if isinstance(record, records.GenerationRecord | records.EpochRecord | records.QuarantineRecord):
                 job = self.jobs.by_name.get(record.job)
                 if job is None:
                     self._out.delete(record.key)
                 elif isinstance(record, records.GenerationRecord):
                     job.generations[record.number] = record
+                elif isinstance(record, records.QuarantineRecord):
+                    job.quarantine[record.generation, record.shard.source, record.shard.shard] = record
                 else:
                     job.folded[record.generation, record.epoch] = record
         for job in self.jobs.by_name.values():
@@ -170,6 +172,7 @@ class State:
         found: list[records.Stored] = [*self.datasets.all(), *self.grants.keys.values()]
         for job in self.jobs.by_name.values():
             found += [job.record, *job.generations.values(), *job.members.values(), *job.folded.values()]
+            found += job.quarantine.values()
             for ranks in job.ranks.values():
                 found += ranks.values()
         return {record.key: records.encode(record) for record in found}

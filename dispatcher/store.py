@@ -13,14 +13,16 @@ Methods may be called from several threads; each ends within the adapter's deadl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-#: most puts and deletes together in one commit (etcd's own limit is 128 with our bookkeeping in it)
-MAX_OPERATIONS = 120
-#: most bytes of keys and values together in one commit (etcd's own limit is 1.5 MiB)
-MAX_BYTES = 1 << 20
+#: most puts and deletes together in one commit: etcd takes 128, one of them is the sequence number
+MAX_OPERATIONS = 127
+#: most bytes that ``commit_bytes`` may find in one commit: etcd takes 1.5 MiB, 4 KiB of which are for what we compare
+MAX_BYTES = (1536 << 10) - (4 << 10)
+#: bytes that one operation takes besides key and value: the prefix of its key, and the encoding's own
+OPERATION_BYTES = 96
 
 
 class LeaderLost(Exception):
@@ -32,7 +34,19 @@ class CommitUnknown(Exception):
 
 
 class StoreUnavailable(Exception):
-    """The store did not answer; names the addresses and how long was tried."""
+    """The store did not answer; names the addresses and how long was tried. ``remedy``: what to change, may be empty."""
+
+    def __init__(self, message: str, remedy: str = "") -> None:
+        super().__init__(message)
+        self.remedy = remedy
+
+
+class StoreRefused(StoreUnavailable):
+    """The store is there and will not have us (credentials, certificates): asking again as we are does not help."""
+
+
+class StoreFull(StoreUnavailable):
+    """The store takes no writes until somebody makes room."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +72,7 @@ class StoreInfo:
 
     Attributes:
         members: servers of the store's cluster; 0 when none answered.
-        ok: it answers reads and takes writes.
+        ok: it answers reads and takes writes, as far as it says.
         db_bytes: bytes in use, without free pages; 0 when unknown.
     """
 
@@ -69,6 +83,20 @@ class StoreInfo:
 
 class Store(Protocol):
     """What the dispatcher's driver needs of a store. See the module's text for the two rules."""
+
+    def check(self) -> None:
+        """See whether this can work: every address that answers is one of the same store, and lets us in.
+
+        Raises:
+            StoreRefused: it cannot. StoreUnavailable: no answer, so nobody knows.
+        """
+
+    def mark(self, proposal: str = "") -> str:
+        """The text that names this cluster. Where there is none, ``proposal`` becomes it; "" for still none.
+
+        Raises:
+            StoreUnavailable: no answer.
+        """
 
     def campaign(self, me: str, ttl: float, is_dead: Callable[[str], bool]) -> Term | None:
         """Try once to become the leader, with the record ``me`` and a lease of ``ttl`` seconds (rounded up to whole).
@@ -102,7 +130,7 @@ class Store(Protocol):
         Raises:
             LeaderLost: this term is over, or ``sequence`` is not the last commit's: nothing of this call was written
                 (of an earlier ``CommitUnknown`` one may have been).
-            CommitUnknown: it may have been applied. StoreUnavailable: it was refused and not applied (no space left).
+            CommitUnknown: it may have been applied. StoreUnavailable: it was refused and not applied (StoreFull, ..).
             ValueError: more than MAX_OPERATIONS or MAX_BYTES, or a key that is both put and deleted.
         """
 
@@ -119,11 +147,17 @@ class Store(Protocol):
         """Close connections; leases are left to run out (``resign`` first). Safe to call twice."""
 
 
+def commit_bytes(puts: Mapping[str, bytes], deletes: Iterable[str]) -> int:
+    """Bytes of a commit, with what its operations take besides keys and values."""
+    size = sum(len(k.encode()) + len(v) + OPERATION_BYTES for k, v in puts.items())
+    return size + sum(len(k.encode()) + OPERATION_BYTES for k in deletes)
+
+
 def check_limits(puts: Mapping[str, bytes], deletes: Collection[str]) -> None:
     """Raise ``ValueError`` for a commit that no adapter takes."""
     if len(puts) + len(deletes) > MAX_OPERATIONS:
         raise ValueError(f"commit of {len(puts) + len(deletes)} operations; the limit is {MAX_OPERATIONS}")
-    size = sum(len(k.encode()) + len(v) for k, v in puts.items()) + sum(len(k.encode()) for k in deletes)
+    size = commit_bytes(puts, deletes)
     if size > MAX_BYTES:
         raise ValueError(f"commit of {size} bytes; the limit is {MAX_BYTES}")
     if both := sorted(set(puts) & set(deletes)):
