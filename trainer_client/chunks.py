@@ -13,8 +13,8 @@ from .tensors import Part, Piece
 
 I64 = npt.NDArray[np.int64]
 
-#: marks in ``Chunk.part``: not there yet, a bad sample, cannot be had
-MISSING, BAD, FAILED = -1, -2, -3
+#: marks in ``Chunk.part``: not there yet, a bad sample, cannot be had, in a shard that is in quarantine
+MISSING, BAD, FAILED, QUARANTINED = -1, -2, -3, -4
 
 
 class Chunk:
@@ -36,6 +36,7 @@ class Chunk:
         self._row = np.zeros(len(rows), np.int32)
         self._parts: list[Part] = []
         self.bad: dict[int, BadRow] = {}
+        #: why, per offset that is marked FAILED or QUARANTINED
         self.errors: dict[int, Exception] = {}
         self.tries = 0
 
@@ -74,9 +75,17 @@ class Chunk:
 
     def fail(self, offsets: I64, error: Exception) -> None:
         """These rows cannot be had."""
+        self._mark(offsets, error, FAILED)
+
+    def quarantine(self, shard: int, error: Exception) -> int:
+        """All rows of ``shard`` that are not there are in quarantine. Returns how many."""
+        return self._mark(np.flatnonzero(self.shards == shard), error, QUARANTINED)
+
+    def _mark(self, offsets: I64, error: Exception, mark: int) -> int:
         missing = offsets[self.part[offsets] == MISSING]
         self.errors.update(dict.fromkeys(missing.tolist(), error))
-        self.part[missing] = FAILED
+        self.part[missing] = mark
+        return len(missing)
 
     def pieces(self, offsets: I64, places: I64) -> list[Piece]:
         """Where the rows at ``offsets`` (filled) are, for the places ``places`` of a batch."""
