@@ -18,7 +18,8 @@ import numpy.typing as npt
 from manifests.identity import id_sum
 from manifests.wire.messages import EpochProgress, IdSum, ShardSum, SkippedRow
 
-from .session import Leg, Position
+from .dynamic import AnyLeg
+from .session import Position
 
 I64 = npt.NDArray[np.int64]
 _MOST_NAMED = 100
@@ -37,7 +38,7 @@ _NOTHING = _Snapshot(Position(), IdSum(), 0)
 class Books:
     """Books of one leg. One thread hands out and acknowledges; any thread may ask for ``progress``."""
 
-    def __init__(self, epoch: int, leg: Leg) -> None:
+    def __init__(self, epoch: int, leg: AnyLeg) -> None:
         self.epoch = epoch
         self._leg = leg
         self._lock = threading.Lock()

@@ -21,6 +21,7 @@ from .budget import Budget, FeedStats
 from .chunks import BAD, FAILED
 from .config import LoaderConfig
 from .control import Closed, Control
+from .dynamic import AnyLeg
 from .feed import Feed
 from .figures import Waits
 from .joining import Dataset
@@ -35,7 +36,7 @@ I64 = npt.NDArray[np.int64]
 class Epoch:
     """One epoch of this generation: its leg, how far it was handed out, and its rows on the way."""
 
-    def __init__(self, number: int, leg: Leg, first_epoch: int) -> None:
+    def __init__(self, number: int, leg: AnyLeg, first_epoch: int) -> None:
         self.number = number
         #: epoch in which the pass (one ``for``) began
         self.first_epoch = first_epoch
@@ -44,7 +45,7 @@ class Epoch:
         self.feed: Feed | None = None
 
     @property
-    def leg(self) -> Leg:
+    def leg(self) -> AnyLeg:
         """What this rank hands out of the epoch."""
         return self.session.leg
 

@@ -12,13 +12,18 @@ were bad tells the rest. Batches past the candidates are pads and flagged (`pad`
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from manifests import cursor
 from manifests.plan import Plan, lane_sizes
+
+if TYPE_CHECKING:
+    from .dynamic import DynamicLeg
 
 I64 = npt.NDArray[np.int64]
 
@@ -33,14 +38,28 @@ def steps_per_epoch(rows: int, world_size: int, batch_size: int, tail: str, rank
     return math.ceil(int(lane_sizes(rows, lanes)[own].sum()) / batch_size)
 
 
+def pad_positions(rows: int, world_size: int, rank: int, first: int, count: int) -> I64:
+    """Plan positions of the pads ``first .. first + count`` of a rank, in a plan of ``rows`` rows: int64 [count]."""
+    q = np.arange(first, first + count, dtype=np.int64)
+    turn = q // rows  # shifts by one each time round, so that bad rows cannot be all there is
+    places: I64 = (q * world_size + rank + turn) % rows
+    return places
+
+
 class Leg:
-    """What one rank has to hand out from a start point to the end of the epoch.
+    """What one rank has to hand out from a start point to the end of the epoch, in deterministic order.
 
     Args:
         plan: the epoch's order.
         taken: rows taken per lane at the start point, int64 [lanes].
         first_step: steps of this epoch before the start point.
     """
+
+    dynamic = False
+    #: no row beyond ``candidates`` can come
+    final = True
+    #: rows of the read stream that ``refs`` can give now
+    certain = sys.maxsize
 
     def __init__(
         self, plan: Plan, *, rank: int, world_size: int, batch_size: int, tail: str, taken: I64, first_step: int = 0
@@ -119,11 +138,13 @@ class Leg:
         shards, rows = self._candidate_refs(first, real) if real else (_NONE, _NONE)
         pads = count - real
         if pads and self.tail != "ragged" and self.plan.rows:
-            q = np.arange(pads, dtype=np.int64) + max(first, self.candidates) - self.candidates
-            turn = q // self.plan.rows  # shifts by one each time round, so that bad rows cannot be all there is
-            pad_shards, pad_rows = self.plan.plan_rows((q * self.world_size + self.rank + turn) % self.plan.rows)
+            places = pad_positions(self.plan.rows, self.world_size, self.rank, max(0, first - self.candidates), pads)
+            pad_shards, pad_rows = self.plan.plan_rows(places)
             shards, rows = np.concatenate([shards, pad_shards]), np.concatenate([rows, pad_rows])
         return shards, rows
+
+    def need(self, read: int) -> None:
+        """The loop cannot go on with fewer than ``read`` rows: no news here, where all are known from the start."""
 
     def _candidate_refs(self, first: int, count: int) -> tuple[I64, I64]:
         before = self.own_taken(first)
@@ -176,7 +197,7 @@ class Session:
     ``position`` only moves when a batch is handed over, so it is always that of the last batch the loop received.
     """
 
-    leg: Leg
+    leg: Leg | DynamicLeg
     position: Position = field(default_factory=Position)
 
     @property
@@ -195,10 +216,14 @@ class Session:
             stream has to be known first. Offsets at or past ``leg.candidates - position.read`` are pads. No rows at
             all means that nothing but bad rows was left (`ragged`): the leg is over, and no empty batch is handed out.
         """
-        want = self.leg.batch_rows(self.position.steps)
+        leg = self.leg
+        want = leg.batch_rows(self.position.steps)
         found = np.flatnonzero(good)
-        ends = self.leg.tail == "ragged" and self.position.read + len(good) >= self.leg.candidates
+        known = self.position.read + len(good)
+        # whether it is final first: what is known may grow until then
+        ends = leg.tail == "ragged" and leg.final and known >= leg.candidates
         if len(found) < want and not ends:
+            leg.need(known + want - len(found))
             return None
         rows = found[:want]
         used = int(rows[-1]) + 1 if len(rows) == want and want else len(good)

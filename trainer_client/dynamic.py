@@ -1,0 +1,321 @@
+"""One rank's part of an epoch in dynamic order: its rows come from the dispatcher's pool while it reads. No clock or I/O.
+
+A dynamic leg answers the same questions as ``session.Leg``; its candidates are the rows of the rank's lane
+(``manifests.granted``) after the start point, of which more become known with every answer to an ask. What is known of
+the read stream at a time, and what has left the lane at a place in it, is a pure function of the pieces granted.
+
+With quotas (`pad`, `drop`) the rank's number of rows is fixed from the start and so are its steps. Without (`ragged`, and
+elastic jobs whatever their tail) the leg ends when the pool was empty and still is after everything was handed out.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from manifests.errors import ProtocolError
+from manifests.granted import Lane, Piece, decode_pieces, window_rows
+from manifests.plan import Plan, lane_sizes
+from manifests.ranges import Ranges
+from manifests.wire import messages as m
+
+from .session import Leg, Position, pad_positions
+
+I64 = npt.NDArray[np.int64]
+
+_NONE = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a state tells of a dynamic leg beside the place in it; encoded once per answer, so that saving costs nothing."""
+
+    #: every rank has handed out the plan positions below ``floor`` when the slowest had acknowledged ``floor_step`` steps
+    floor: int
+    floor_step: int
+    #: of the lane; rank and place are left open
+    lane: m.LaneGrants
+    #: the lane's pieces as hexadecimal text
+    pieces: str
+    #: plan positions above the floor that were taken before this generation
+    before: Ranges
+    #: pieces of earlier epochs that this epoch hands out too, over all ranks
+    carried: bytes
+
+
+class DynamicLeg:
+    """What one rank hands out from a start point to the end of the epoch, as far as it is known.
+
+    Thread-safe. The feed's keeper thread calls ``have``, ``wanted``, ``place`` and ``take``; the loop's thread ``need``.
+
+    Args:
+        plans: epoch -> its plan; called once with ``epoch``, and for carried rows with earlier ones.
+        seed, shuffle: of the job. epoch: number of the epoch.
+        before: plan positions taken at the start point.
+        start: the rank's lane there, None: it has none yet.
+        carried: pieces of earlier epochs to be handed out in this epoch, as at the start point.
+        elastic: no quotas, whatever the tail.
+        first_step: steps of this epoch before the start point.
+    """
+
+    dynamic = True
+
+    def __init__(
+        self,
+        plans: Callable[[int], Plan],
+        *,
+        seed: int,
+        shuffle: m.Shuffle | None,
+        epoch: int,
+        rank: int,
+        world_size: int,
+        batch_size: int,
+        tail: str,
+        elastic: bool = False,
+        before: Ranges | None = None,
+        start: m.LaneGrants | None = None,
+        carried: bytes = b"",
+        first_step: int = 0,
+    ) -> None:
+        self.plan = plans(epoch)
+        self.epoch = epoch
+        self.rank = rank
+        self.world_size = world_size
+        self.batch_size = batch_size
+        #: "ragged" wherever there are no quotas
+        self.tail = "ragged" if elastic else tail
+        self.first_step = first_step
+        self._plans = plans
+        self._seed = seed
+        self._window = window_rows(shuffle, self.plan.rows, world_size)
+        self._lock = threading.Lock()
+        self._before = Ranges.of([]) if before is None else before
+        self._carried = carried
+        self._floor, self._floor_step = 0, 0
+        #: rows that were not taken at the start point
+        self.left = self.plan.rows - len(self._before)
+        self._start = 0 if start is None else start.place
+        if start is None:
+            self._lane = self._new_lane(rank)
+        else:
+            self._lane = Lane.restore(start, seed=seed, epoch=epoch, window=self._window)
+        #: rows of the lane at and after the start point that are the rank's at the most
+        self._most = sys.maxsize if self.tail == "ragged" else int(lane_sizes(self.left, world_size)[rank])
+        self.quota = self.quota_of(rank)
+        #: batches to hand out; without quotas not known before the end
+        self.steps = math.ceil(self.quota / batch_size) if self.tail != "ragged" else sys.maxsize
+        self._needed = 0
+        self._given = False
+        self._asked_at_end = False
+        self._final = False
+        self._check_final(False)
+        self._saved = self._save()
+
+    def __repr__(self) -> str:
+        return (
+            f"DynamicLeg(rank {self.rank}/{self.world_size}, {self._lane!r} from {self._start}, "
+            f"{'final, ' if self._final else ''}{self.tail})"
+        )
+
+    def _new_lane(self, number: int) -> Lane:
+        return Lane(seed=self._seed, epoch=self.epoch, number=number, window=self._window)
+
+    # -- how much there is
+
+    @property
+    def final(self) -> bool:
+        """No row beyond ``candidates`` can come."""
+        return self._final
+
+    @property
+    def candidates(self) -> int:
+        """Rows of the lane after the start point that are known."""
+        return min(self._most, self._lane.length - self._start)
+
+    @property
+    def certain(self) -> int:
+        """Rows of the read stream that ``refs`` can give now."""
+        with self._lock:
+            if not self._final:
+                return max(0, min(self._most, self._lane.certain - self._start))
+            return self.candidates if self.tail == "ragged" else sys.maxsize
+
+    @property
+    def last_step(self) -> int:
+        """Step count at the end of the leg."""
+        return self.first_step + self.steps
+
+    def quota_of(self, rank: int) -> int:
+        """Rows ``rank`` hands out in this leg, pads included; without quotas not known."""
+        if self.tail == "pad":
+            return math.ceil(self.left / self.world_size)
+        if self.tail == "drop":
+            return self.left // (self.world_size * self.batch_size) * self.batch_size
+        return sys.maxsize
+
+    def ends_at(self, position: Position) -> bool:
+        """All batches of the leg were handed out at this position."""
+        if self.tail == "ragged":
+            return self._final and position.read >= self.candidates
+        return position.steps >= self.steps
+
+    def batch_rows(self, step: int) -> int:
+        """Rows of batch ``step`` (counted from the leg's first); without quotas the last one may have fewer."""
+        return max(0, min(self.batch_size, self.quota - step * self.batch_size))
+
+    def ends_everywhere(self, position: Position) -> bool:
+        """The leg is over at ``position``, and surely for the other ranks too after as many steps."""
+        return self.ends_at(position) and (self.tail != "ragged" or self.world_size == 1)
+
+    # -- the read stream
+
+    def refs(self, first: int, count: int) -> tuple[I64, I64]:
+        """Rows ``first .. first + count`` of the read stream that are certain: (shard ordinals, rows in shard), int64
+        each."""
+        positions, epochs, pads = self._stream(first, count)
+        shards, rows = np.empty(len(positions), np.int64), np.empty(len(positions), np.int64)
+        for epoch in np.unique(epochs).tolist():
+            mine = epochs == epoch
+            plan = self.plan if epoch == self.epoch else self._plans(epoch)
+            shards[mine], rows[mine] = plan.plan_rows(positions[mine])
+        if pads:
+            more = self.plan.plan_rows(
+                pad_positions(self.plan.rows, self.world_size, self.rank, max(0, first - self.candidates), pads)
+            )
+            shards, rows = np.concatenate([shards, more[0]]), np.concatenate([rows, more[1]])
+        return shards, rows
+
+    def epochs(self, first: int, count: int) -> I64:
+        """The epoch each of these rows belongs to; an earlier one for carried rows. int64, as many as ``refs`` gives."""
+        _, epochs, pads = self._stream(first, count)
+        return np.concatenate([epochs, np.full(pads, self.epoch, np.int64)])
+
+    def _stream(self, first: int, count: int) -> tuple[I64, I64, int]:
+        """(plan positions, their epochs, pads after them)."""
+        with self._lock:
+            real = max(0, min(count, self.candidates - first))
+            positions, epochs = self._lane.leave(self._start + first, real) if real else (_NONE, _NONE)
+            self._given |= real > 0
+            pads = count - real if self._final and self.tail != "ragged" and self.plan.rows else 0
+        return positions, epochs, pads
+
+    # -- positions
+
+    def own_taken(self, read: int) -> I64:
+        """The place in the lane when ``read`` rows of the read stream were taken, int64 [1]."""
+        return np.array([self._start + min(read, self.candidates)], np.int64)
+
+    def taken(self, read: int, steps: int) -> I64:
+        """There are no counts per lane in this order."""
+        return _NONE
+
+    def saved(self, position: Callable[[], Position]) -> tuple[Position, Saved]:
+        """A position and what is known of the lane, of one moment; never waits for the keeper.
+
+        What was forgotten had been handed out before, and what is handed out was told before, so that a position read
+        between two looks at the same record fits it.
+        """
+        while True:
+            saved = self._saved
+            found = position()
+            if saved is self._saved:
+                return found, saved
+
+    # -- growing
+
+    @property
+    def have(self) -> int:
+        """Rows of the lane that are known, from its beginning."""
+        return self._lane.length
+
+    def need(self, read: int) -> None:
+        """The loop cannot go on with fewer than ``read`` rows of the read stream, unless there are no more."""
+        self._needed = max(self._needed, read)
+
+    def wanted(self, read: int) -> int:
+        """Rows the lane has to have, from its beginning, for the first ``read`` rows of the read stream to be certain."""
+        with self._lock:
+            known = self._lane.length - self._start
+            if self._final:
+                return self._lane.length
+            if self.tail == "ragged" and self._lane.ends_with_cut:
+                return self._lane.length + (self._needed > known)
+            reach = max(read, self._needed) + self._window
+            return max(self._lane.length, self._start + min(reach, self._most))
+
+    def place(self, read: int) -> int:
+        """The place in the lane when ``read`` rows of the read stream were handed out, for an ask that is made now."""
+        with self._lock:
+            known = self._lane.length - self._start
+            self._asked_at_end = self._lane.ends_with_cut and self._needed > known
+            return self._start + min(read, self.candidates)
+
+    def take(self, reply: m.Grants) -> bool:
+        """Take the answer to an ask in. True: something changed.
+
+        Raises:
+            ProtocolError: pieces that do not continue the lane.
+        """
+        with self._lock:
+            length, was_final, cut = self._lane.length, self._final, self._lane.ends_with_cut
+            if reply.carried:
+                self._carried = reply.carried
+            moved = reply.floor is not None and self._forget(reply.floor)
+            if reply.lane is not None:
+                self._grow(reply.lane)
+            self._check_final(reply.final, reply.lane is not None and self._lane.length == length)
+            grown = self._lane.length != length or self._lane.ends_with_cut != cut or self._final != was_final
+            if grown or moved or self._carried != self._saved.carried:
+                self._saved = self._save()
+            return grown
+
+    def take_floor(self, floor: m.Floor) -> None:
+        """All ranks have come so far: groups that lie below are forgotten."""
+        with self._lock:
+            if self._forget(floor):
+                self._saved = self._save()
+
+    def _grow(self, grants: m.LaneGrants) -> None:
+        if grants.number != self._lane.number:
+            if self._given:
+                raise ProtocolError(
+                    f"rank {self.rank} got pieces of lane {grants.number}", cause=f"its lane is {self._lane.number}"
+                )
+            # a rank that was taken again has a lane of its own from now on
+            self._lane = self._new_lane(grants.number)
+            self._start = grants.place
+        pieces = decode_pieces(grants.pieces)
+        if pieces and grants.dropped > self._lane.length:
+            return  # of a lane that had more rows: asked for again from the beginning
+        self._lane.extend(p for p in pieces if p.index >= self._lane.length)
+
+    def _check_final(self, told: bool, nothing: bool = False) -> None:
+        reached = self._lane.length - self._start >= self._most
+        ended = self.tail == "ragged" and nothing and self._lane.ends_with_cut and self._asked_at_end
+        if self._final or not (told or reached or ended):
+            return
+        self._final = True
+        if self._lane.certain < self._lane.length:  # nothing can come that would leave before these
+            self._lane.extend([Piece(self._lane.length, 0, 0, self.epoch)])
+
+    def _forget(self, floor: m.Floor) -> bool:
+        if floor.epoch != self.epoch or floor.position <= self._floor:
+            return False
+        self._floor, self._floor_step = floor.position, floor.step
+        self._lane = self._lane.forget(floor.position)
+        return True
+
+    def _save(self) -> Saved:
+        lane = self._lane.grants(self.rank, 0)
+        top = int(self._before.bounds[-1, 1]) if self._before else 0
+        above = self._before - Ranges.of([(0, min(self._floor, top))]) if self._floor else self._before
+        return Saved(self._floor, self._floor_step, lane, lane.pieces.hex(), above, self._carried)
+
+
+AnyLeg = Leg | DynamicLeg
