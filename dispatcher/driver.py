@@ -23,15 +23,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from manifests import log
-from manifests.errors import DispatcherUnavailable, FeedlineError, ProtocolError
+from manifests.errors import ConfigError, DispatcherUnavailable, FeedlineError, ProtocolError
 
 from . import events
 from .effects import Effect, Log, Reply
 from .groups import transactions
-from .leader import LeaderRecord
+from .leader import LeaderRecord, Leadership
 from .library import Library
 from .state import State
-from .store import CommitUnknown, LeaderLost, Store, StoreInfo, StoreUnavailable, Term
+from .store import CommitUnknown, LeaderLost, Store, StoreFull, StoreInfo, StoreRefused, StoreUnavailable, Term
+from .upkeep import Upkeep
 
 _log = logging.getLogger("dispatcher.driver")
 
@@ -45,8 +46,7 @@ TICK = 0.5
 CAMPAIGN = 0.5
 #: seconds a request may wait for the driver
 PATIENCE = 4.0
-#: seconds between two looks at the store's health while leading
-INFO = 5.0
+_LEASE_OVER = "its lease could have ended"
 
 
 class _StepDown(Exception):
@@ -64,11 +64,14 @@ class Driver:
     """Owns the state while this process leads.
 
     Args:
-        store: where records live; used by the driver's thread only, but for ``info``.
+        store: where records live; used by the driver's thread, and for looks and compactions by ``Upkeep``'s.
         library: facts about manifests.
         lease: seconds of the leadership lease, and of workers' and ranks' leases.
         clock: monotonic seconds. wall: ms since 1970, read once.
         on_leading: called on the driver's thread each time this process begins to lead.
+        admit: called on the driver's thread before the first campaign and before each term; raises ``ConfigError`` for
+            a store that this dispatcher must not work on.
+        compact_every: as for ``Upkeep``.
 
     ``start`` once, ``close`` once; ``submit`` from any thread in between.
     """
@@ -82,37 +85,54 @@ class Driver:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
         on_leading: Callable[[], None] = lambda: None,
+        admit: Callable[[], None] = lambda: None,
+        compact_every: float | None = None,
     ) -> None:
         self._store = store
         self._library = library
         self._clock = clock
         self._wall_start, self._clock_start = wall(), clock()
         self._on_leading = on_leading
+        self._admit = admit
         self.lease = lease
-        self.record = LeaderRecord.of_this_process("")
+        self._leadership = Leadership(store, lease, clock)
+        self._upkeep = Upkeep(store, self._commits, compact_every=compact_every)
         self._inbox: queue.Queue[_Waiting | None] = queue.Queue(INBOX)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dispatcher-driver", daemon=True)
-        self._leader_address = ""
-        self._trouble = "this dispatcher is starting"
+        self._trouble, self._remedy = "this dispatcher is starting", ""
         #: set while this process leads; changed by the driver's thread only
         self.state: State | None = None
-        self.term: Term | None = None
-        self.info = StoreInfo(members=0, ok=False, db_bytes=0)
-        self._lease_end = 0.0
         self._sequence = 0
         #: first error that ended the thread
         self.failure: BaseException | None = None
+        #: the store let us take part in a campaign
         self.reached_store = threading.Event()
+        #: this process leads or stands by
+        self.serves = threading.Event()
 
     def __repr__(self) -> str:
-        role = f"leads term {self.term.number}" if self.term else "does not lead"
-        return f"Driver({self.record.address}, {role}, inbox {self._inbox.qsize()}, {self.state!r})"
+        return f"Driver({self._leadership!r}, inbox {self._inbox.qsize()}, {self.state!r})"
+
+    @property
+    def record(self) -> LeaderRecord:
+        """What this process writes about itself when it leads."""
+        return self._leadership.record
+
+    @property
+    def term(self) -> Term | None:
+        """The term, while this process leads and its lease surely runs."""
+        return self._leadership.term
 
     @property
     def leader(self) -> str:
         """Address of the present leader, "" when not known."""
-        return self._leader_address
+        return self._leadership.leader
+
+    @property
+    def info(self) -> StoreInfo:
+        """How the store was a moment ago."""
+        return self._upkeep.info
 
     @property
     def trouble(self) -> str:
@@ -123,8 +143,9 @@ class Driver:
 
     def start(self, address: str) -> None:
         """Begin to campaign. ``address``: what clients are told to connect to."""
-        self.record = LeaderRecord.of_this_process(address)
+        self._leadership.record = LeaderRecord.of_this_process(address)
         self._thread.start()
+        self._upkeep.start()
 
     def submit(self, make: Callable[..., events.Event], *, timeout: float = PATIENCE) -> Any:
         """Let the state take an event in, and wait for the answer.
@@ -135,8 +156,7 @@ class Driver:
         Raises:
             FeedlineError: the answer. DispatcherUnavailable: this process does not lead, or was too slow.
         """
-        if self.state is None:
-            raise self._unavailable()
+        self.check_leading()
         waiting = _Waiting(make, cause=log.current_cause())
         try:
             self._inbox.put(waiting, timeout=timeout)
@@ -157,7 +177,7 @@ class Driver:
 
     def check_leading(self) -> None:
         """Raise ``DispatcherUnavailable`` unless this process leads."""
-        if self.state is None:
+        if self.state is None or self._leadership.over:
             raise self._unavailable()
 
     def sources_of(self, job: str) -> tuple[str, ...]:
@@ -167,7 +187,7 @@ class Driver:
         return tuple(source.digest for source in found.current.settings.sources) if found is not None else ()
 
     def _unavailable(self) -> DispatcherUnavailable:
-        leader = self._leader_address
+        leader = self.leader
         if leader and leader != self.record.address:
             return DispatcherUnavailable(
                 f"{self.record.address} is not the leading dispatcher",
@@ -176,9 +196,13 @@ class Driver:
             )
         return DispatcherUnavailable(
             f"dispatcher {self.record.address} cannot answer now",
-            cause=self._trouble,
+            cause=self._trouble or _LEASE_OVER,
+            remedy=self._remedy,
             detail={"leader": "", "retry": True},
         )
+
+    def _commits(self) -> int | None:
+        return self._sequence if self.state is not None else None
 
     def close(self, timeout: float = 5.0) -> None:
         """Resign and end the thread; waiting callers get ``DispatcherUnavailable``."""
@@ -189,6 +213,7 @@ class Driver:
             pass  # the thread sees the flag after the group in hand
         if self._thread.ident is not None:
             self._thread.join(timeout)
+        self._upkeep.close()
         self._drain()
 
     # -- the driver's thread
@@ -210,67 +235,76 @@ class Driver:
             self._step_down("this dispatcher is stopping")
 
     def _campaign(self) -> bool:
-        """One try to lead. False: not now; some time was waited."""
+        """One try to lead. False: not now; some time was waited.
+
+        Raises:
+            FeedlineError: this dispatcher must not work on that store, or at the start: cannot.
+        """
         try:
-            started = self._clock()
-            term = self._store.campaign(self.record.encode(), self.lease, self._is_gone)
+            if not self.reached_store.is_set():
+                self._check_store()
+            leads = self._leadership.campaign()
             self.reached_store.set()
-            if term is None:
-                found = LeaderRecord.parse(self._store.leader() or "")
-                self._leader_address = found.address if found is not None else ""
-                self._trouble = f"{self._leader_address or 'another dispatcher'} leads"
+            if not leads:
+                self._trouble, self._remedy = f"{self.leader or 'another dispatcher'} leads", ""
+                self.serves.set()
                 self._closing.wait(CAMPAIGN)
                 return False
-            stored, self._sequence = self._store.load()
-            self._lease_end = started + term.ttl
-            self._begin(term, stored)
+            # an etcd may be another one than before
+            self._admit()
+            self._begin(*self._store.load())
             return True
         except (StoreUnavailable, LeaderLost, CommitUnknown, _StepDown) as error:
+            if not self.reached_store.is_set() and isinstance(error, StoreRefused | StoreFull):
+                raise DispatcherUnavailable(str(error), remedy=error.remedy) from None
             if self._trouble != str(error):
                 _log.warning("cannot lead: %s", error)
-            self._step_down(str(error))
+            self._step_down(error)
             self._closing.wait(CAMPAIGN)
             return False
 
-    def _is_gone(self, text: str) -> bool:
-        found = LeaderRecord.parse(text)
-        return found is not None and (found.run == self.record.run or found.is_dead())
+    def _check_store(self) -> None:
+        """At the start. Checked again once the store has the cluster's id, which tells etcds apart for certain."""
+        self._store.check()
+        self._admit()
+        self._store.check()
 
-    def _begin(self, term: Term, stored: dict[str, bytes]) -> None:
+    def _begin(self, stored: dict[str, bytes], sequence: int) -> None:
         state = State(self._library, self.lease)
         at, now_ms = self.now()
-        effects = state.load(stored, at)
-        self.term = term
-        self._leader_address = self.record.address
+        try:
+            effects = state.load(stored, at)
+        except ProtocolError as error:
+            raise ConfigError(
+                "the records in etcd cannot be read", cause=str(error),
+                remedy="run the release that wrote them, or a newer one; see the dispatcher's log",
+            ) from None  # fmt: skip
+        self._sequence = sequence
         secret = os.urandom(32)
         effects += state.apply(
             events.KeyDrawn(at=at, now_ms=now_ms, id=os.urandom(4).hex(), secret=secret, cause=log.current_cause())
         )
         self._perform([effects], {})
-        self.info = self._store.info()
         self.state = state
-        self._trouble = ""
-        _log.info("leads term %d with %d records", term.number, len(stored))
+        self._trouble = self._remedy = ""
+        _log.info("leads term %d with %d records", self._leading_term().number, len(stored))
+        self.serves.set()
         self._on_leading()
 
     def _lead(self) -> None:
         """Take events until this process may not lead any more."""
-        state, term = self.state, self.term
-        if state is None or term is None:
+        state = self.state
+        if state is None:
             return
-        renewed = ticked = informed = self._clock()
+        ticked = self._clock()
         try:
             while not self._closing.is_set():
                 group = self._gather()
                 now = self._clock()
-                if now >= self._lease_end:
+                if self._leadership.over:
                     self._refuse(group)
-                    raise _StepDown("its lease could have ended")
-                if now - renewed >= term.ttl / 4:
-                    if self._renew(term):
-                        renewed = now
-                    if now - informed >= INFO:
-                        self.info, informed = self._store.info(), now
+                    raise _StepDown(_LEASE_OVER)
+                self._renew()
                 if now - ticked >= TICK:
                     at, now_ms = self.now()
                     self._perform([state.apply(events.TimePassed(at=at, now_ms=now_ms))], {})
@@ -278,7 +312,7 @@ class Driver:
                 self._take(state, group)
         except (StoreUnavailable, LeaderLost, CommitUnknown, _StepDown) as error:
             _log.warning("steps down: %s", error)
-            self._step_down(str(error))
+            self._step_down(error)
         except Exception as error:
             # the memory state may be half changed: what is in the store is right
             _log.exception("steps down after an internal error")
@@ -300,17 +334,11 @@ class Driver:
             pass
         return found
 
-    def _renew(self, term: Term) -> bool:
-        started = self._clock()
-        try:
-            self._lease_end = started + self._store.keep_alive(term)
-            self._trouble = ""
-            return True
-        except StoreUnavailable as error:
-            if not self._trouble:
-                _log.warning("cannot renew the lease: %s", error)
-            self._trouble = str(error)
-            return False
+    def _renew(self) -> None:
+        trouble = self._leadership.renew()
+        if trouble and not self._trouble:
+            _log.warning("cannot renew the lease: %s", trouble)
+        self._trouble = trouble
 
     def _take(self, state: State, group: list[_Waiting]) -> None:
         requests = dict(enumerate(group, 1))
@@ -327,7 +355,8 @@ class Driver:
                     )
                     raise
             self._perform(done, requests)
-        except BaseException:
+        except BaseException as error:
+            self._note(error)
             self._refuse(waiting for waiting in group if not waiting.future.done())
             raise
 
@@ -335,7 +364,7 @@ class Driver:
         """Commit what the events put and delete, in as few transactions as fit, and then reply."""
         for puts, deletes in transactions(done):
             self._sequence = self._store.commit(self._leading_term(), self._sequence, puts, deletes)
-        if self._clock() >= self._lease_end:
+        if self._leadership.over:
             raise _StepDown("its lease could have ended during a commit")
         for effect in (effect for effects in done for effect in effects):
             if isinstance(effect, Log):
@@ -349,18 +378,21 @@ class Driver:
                     future.set_result(effect.answer)
 
     def _leading_term(self) -> Term:
-        if self.term is None:
-            raise _StepDown("it does not lead")
-        return self.term
+        term = self.term
+        if term is None:
+            raise _StepDown(_LEASE_OVER)
+        return term
 
-    def _step_down(self, why: str) -> None:
+    def _note(self, why: BaseException | str) -> None:
+        """Keep why this process does not lead, for those who ask."""
+        self._trouble = str(why)
+        self._remedy = why.remedy if isinstance(why, StoreUnavailable) else ""
+
+    def _step_down(self, why: BaseException | str) -> None:
         self.state = None
-        self._trouble = why
-        self._leader_address = ""
+        self._note(why)
         self._drain()
-        term, self.term = self.term, None
-        if term is not None:
-            self._store.resign(term)
+        self._leadership.resign()
 
     def _drain(self) -> None:
         while True:
@@ -381,7 +413,7 @@ class Driver:
                 DispatcherUnavailable(
                     f"dispatcher {self.record.address} stopped leading before it answered",
                     cause=self._trouble,
-                    remedy="ask again",
+                    remedy=self._remedy or "ask again",
                     detail={"leader": "", "retry": True},
                 )
             )

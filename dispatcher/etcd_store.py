@@ -5,6 +5,7 @@ Keys below the prefix (``/feedline/v1/``):
     leader        the leader's record; attached to its lease. Its mod revision names the term in comparisons
     term          number of terms so far, as text
     sequence      id of the last commit. The key's *version* is the sequence number: it counts the commits
+    cluster       id of the cluster, see ``identity.py``
     records/...   the records
 
 A commit that got no answer is sent again while its deadline lasts. That is safe, for it compares the sequence number,
@@ -26,6 +27,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
@@ -33,7 +35,17 @@ import grpc
 from manifests.errors import ConfigError
 from manifests.wire.connection import Address
 
-from .store import CommitUnknown, LeaderLost, StoreInfo, StoreUnavailable, Term, check_limits
+from .etcd_access import EtcdAccess
+from .store import (
+    CommitUnknown,
+    LeaderLost,
+    StoreFull,
+    StoreInfo,
+    StoreRefused,
+    StoreUnavailable,
+    Term,
+    check_limits,
+)
 
 with warnings.catch_warnings():
     # the package's generated messages use calls that protobuf has deprecated
@@ -54,8 +66,15 @@ _SNAPSHOTS = 3
 _MAX_MESSAGE = 128 << 20
 #: wait before the second attempt of a call, seconds; doubled for each further one, up to 0.2
 _PAUSE = 0.05
-#: number of ``dbSizeInUse`` in StatusResponse, which is younger than the package's messages
-_DB_SIZE_IN_USE = 9
+#: longest prefix, bytes: what ``store.OPERATION_BYTES`` has room for
+_MAX_PREFIX = 48
+#: numbers of ``errors`` and ``dbSizeInUse`` in StatusResponse, which are younger than the package's messages
+_ERRORS, _DB_SIZE_IN_USE = 8, 9
+#: the alarm of an etcd whose quota is used up
+_NOSPACE = 1
+_FULL_REMEDY = (
+    "make room: etcdctl compact REVISION, etcdctl defrag, etcdctl alarm disarm; or raise etcd's --quota-backend-bytes"
+)
 
 _OPTIONS = (
     ("grpc.lb_policy_name", "round_robin"),
@@ -82,6 +101,13 @@ _AGAIN = (
     grpc.StatusCode.CANCELLED,
     grpc.StatusCode.ABORTED,
 )
+#: what etcd says about tokens, users and passwords under codes that it uses for other things, too
+_AUTH_WORDS = (
+    "user name is empty",
+    "authentication failed",
+    "revision of auth store is old",
+    "authentication is not enabled",
+)
 _FAILURES = (grpc.RpcError, etcd3.exceptions.Etcd3Exception)
 
 
@@ -93,29 +119,75 @@ class EtcdStore:
     """A ``Store`` on an etcd cluster.
 
     Args:
-        endpoints: addresses of its members.
+        endpoints: addresses of its members. With TLS all their certificates must be for the host of the first.
+        access: certificates and user.
         prefix: where the keys live; clusters that share an etcd use one each.
         timeout: seconds a call may take; ``load`` may take this long per page.
     """
 
-    def __init__(self, endpoints: Sequence[Address], *, prefix: str = PREFIX, timeout: float = 2.0) -> None:
+    def __init__(
+        self,
+        endpoints: Sequence[Address],
+        *,
+        access: EtcdAccess | None = None,
+        prefix: str = PREFIX,
+        timeout: float = 2.0,
+    ) -> None:
         if not endpoints:
             raise ConfigError("no etcd address", remedy="give --etcd HOST:PORT")
         if not prefix.endswith("/"):
             raise ConfigError(f"etcd prefix {prefix!r} does not end in '/'")
+        if len(prefix.encode()) > _MAX_PREFIX:
+            raise ConfigError(f"etcd prefix {prefix!r} is longer than {_MAX_PREFIX} bytes")
         self._endpoints = tuple(endpoints)
+        self._access = access or EtcdAccess()
         self._prefix = prefix
         self._timeout = timeout
         self._target = _target(self._endpoints)
-        host, _, port = self._target.rpartition(":")
-        # the package joins host and port again, so any gRPC target can be given in two parts
-        self._client = etcd3.Etcd3Client(host=host, port=port, timeout=timeout * 0.45, grpc_options=_OPTIONS)
+        self._made: Any = None
         self._lock = threading.Lock()
         self._closed = False
         self._version = ""
 
     def __repr__(self) -> str:
         return f"EtcdStore({self._names}, prefix={self._prefix!r}, version={self._version or '?'})"
+
+    @property
+    def _client(self) -> Any:
+        """The package's client. Made at the first call, for with a user that is a call itself."""
+        with self._lock:
+            if self._closed:
+                raise _Silent(f"the connection to etcd at {self._names} is closed")
+            if self._made is None:
+                self._made = self._make(self._target)
+            return self._made
+
+    def _make(self, target: str) -> Any:
+        access = self._access
+        # one channel expects one name of all members
+        name = (("grpc.ssl_target_name_override", self._endpoints[0].host),) if access.ca is not None else ()
+        # the package joins host and port again, so any gRPC target can be given in two parts
+        host, _, port = target.rpartition(":")
+        return etcd3.Etcd3Client(
+            host=host,
+            port=port,
+            ca_cert=_path(access.ca),
+            cert_cert=_path(access.cert),
+            cert_key=_path(access.key),
+            user=access.user or None,
+            password=access.password or None,
+            timeout=self._timeout * 0.45,
+            grpc_options=(*_OPTIONS, *name),
+        )
+
+    def _forget(self, client: Any) -> None:
+        """Make a new client at the next call: this one's token is of no use any more."""
+        with self._lock:
+            if self._made is not client:
+                return
+            self._made = None
+        if client is not None:
+            client.close()
 
     # -- leadership ------------------------------------------------------------------------------------------------
 
@@ -138,7 +210,7 @@ class EtcdStore:
 
     def _take(self, held: Any, counter: Any, number: int, me: str, lease: int) -> int | None:
         """Put the leader key if nobody else did since it was read. Returns its mod revision if it is ours."""
-        key, tx = self._key("leader"), self._client.transactions
+        key, tx = self._key("leader"), etcd3.Transactions()
         compare = [
             tx.mod(key) == (held.mod_revision if held is not None else 0),
             tx.mod(self._key("term")) == (counter.mod_revision if counter is not None else 0),
@@ -210,7 +282,7 @@ class EtcdStore:
 
     def commit(self, term: Term, sequence: int, puts: Mapping[str, bytes], deletes: Collection[str]) -> int:
         check_limits(puts, deletes)
-        tx, mark = self._client.transactions, self._key("sequence")
+        tx, mark = etcd3.Transactions(), self._key("sequence")
         commit_id = f"{term.number}:{os.urandom(8).hex()}".encode()
         compare = [tx.mod(self._key("leader")) == term.revision, tx.version(mark) == sequence]
         base = self._key("records/")
@@ -232,19 +304,84 @@ class EtcdStore:
             raise LeaderLost(f"term {term.number} is over: {who} leads")
         raise LeaderLost(f"commit after {sequence} refused: the last one is {marks[0][1].version if marks else 0}")
 
+    # -- whose it is -----------------------------------------------------------------------------------------------
+
+    def cluster(self, proposal: str = "") -> str:
+        key, tx = self._key("cluster"), etcd3.Transactions()
+        try:
+            if proposal:
+                self._again(lambda: self._client.transaction([tx.create(key) == 0], [tx.put(key, proposal)], []))
+            held = self._get("cluster")
+        except _Silent as silent:
+            raise StoreUnavailable(str(silent)) from None
+        return "" if held is None else str(held.value.decode(errors="replace"))
+
+    def check(self) -> None:
+        try:
+            self._again(self._status)
+        except _Silent as silent:
+            self._diagnose(self._endpoints)
+            raise StoreUnavailable(str(silent)) from None
+        self._log_version()
+        if len(self._endpoints) == 1:
+            return
+        found, silent_ones = self._look_at_each()
+        self._diagnose(silent_ones)
+        if len(set(found.values())) > 1:
+            # another dispatcher may have put the id between two looks
+            found = self._look_at_each()[0]
+        if len(set(found.values())) > 1:
+            groups: dict[tuple[int, str], list[str]] = {}
+            for address, whose in found.items():
+                groups.setdefault(whose, []).append(str(address))
+            raise StoreRefused(
+                "--etcd names members of different etcd clusters: " + " and ".join(map(",".join, groups.values())),
+                "give the addresses of one etcd cluster",
+            )
+
+    def _look_at_each(self) -> tuple[dict[Address, tuple[int, str]], list[Address]]:
+        """Which cluster each member belongs to: etcd's number of it, and what we wrote there; and who did not answer.
+
+        etcd's number is not enough: etcds of one node that were set up alike have the same.
+        """
+        found: dict[Address, tuple[int, str]] = {}
+        silent: list[Address] = []
+        request = etcdrpc.RangeRequest(key=self._key("cluster").encode())
+        for address in self._endpoints:
+            client = None
+            try:
+                client = self._make(str(address))
+                status, marks = self._status(client), self._send_range(client, request).kvs
+                found[address] = (status.header.cluster_id, marks[0].value.decode(errors="replace") if marks else "")
+            except _FAILURES as error:
+                log.info("etcd at %s does not answer: %s", address, _reason(error))
+                silent.append(address)
+            finally:
+                if client is not None:
+                    client.close()
+        return found, silent
+
+    def _diagnose(self, addresses: Sequence[Address]) -> None:
+        """Raise ``StoreRefused`` if a TLS handshake tells why one of them does not answer."""
+        for address in addresses:
+            if trouble := self._access.diagnose(address, self._endpoints[0].host):
+                raise StoreRefused(
+                    f"etcd at {address}: {trouble}", "check --etcd-ca, --etcd-cert and --etcd-key against etcd's own"
+                )
+
     # -- looking ---------------------------------------------------------------------------------------------------
 
     def info(self) -> StoreInfo:
         try:
             members = self._again(lambda: list(self._client.members))
-            status = self._again(
-                lambda: self._client.maintenancestub.Status(etcdrpc.StatusRequest(), self._client.timeout)
-            )
-            alarms = self._again(lambda: list(self._client.list_alarms()))
+            status = self._again(self._status)
+            # asks a majority, while what is above is what one member knows
             self._get("leader")
         except (_Silent, StoreUnavailable):
             return StoreInfo(members=0, ok=False, db_bytes=0)
-        return StoreInfo(members=len(members), ok=not alarms, db_bytes=_bytes_in_use(status))
+        fields = _unknown_fields(status)
+        size = fields.get(_DB_SIZE_IN_USE, [status.dbSize])[-1]
+        return StoreInfo(members=len(members), ok=_ERRORS not in fields, db_bytes=int(size))
 
     def compact(self) -> None:
         try:
@@ -259,16 +396,16 @@ class EtcdStore:
             if self._closed:
                 return
             self._closed = True
-        self._client.close()
+            client, self._made = self._made, None
+        if client is not None:
+            client.close()
 
     def _log_version(self) -> None:
         """Say once which etcd this is; some releases are known to lose data."""
         if self._version:
             return
         try:
-            status = self._once(
-                lambda: self._client.maintenancestub.Status(etcdrpc.StatusRequest(), self._client.timeout)
-            )
+            status = self._once(self._status)
         except (_Silent, *_FAILURES) as error:
             log.debug("etcd at %s did not tell its version: %s", self._names, _reason(error))
             return
@@ -276,6 +413,11 @@ class EtcdStore:
         log.info("etcd %s at %s", self._version, self._names)
         if is_unsafe(self._version):
             log.warning("etcd %s can lose data when it crashes; use 3.5.13 or newer", self._version)
+
+    def _status(self, client: Any = None) -> Any:
+        """What one member says about itself."""
+        client = client or self._client
+        return client.maintenancestub.Status(etcdrpc.StatusRequest(), client.timeout, metadata=client.metadata)
 
     # -- calls -----------------------------------------------------------------------------------------------------
 
@@ -295,11 +437,13 @@ class EtcdStore:
         request = etcdrpc.RangeRequest(
             key=key.encode() if isinstance(key, str) else key, range_end=end, limit=limit, revision=revision
         )
-        return self._again(lambda: self._client.kvstub.Range(request, self._client.timeout))
+        return self._again(lambda: self._send_range(self._client, request))
+
+    @staticmethod
+    def _send_range(client: Any, request: Any) -> Any:
+        return client.kvstub.Range(request, client.timeout, metadata=client.metadata)
 
     def _once(self, call: Callable[[], T]) -> T:
-        if self._closed:
-            raise _Silent(f"the connection to etcd at {self._names} is closed")
         try:
             return call()
         except ValueError as error:
@@ -311,21 +455,47 @@ class EtcdStore:
     def _again(self, call: Callable[[], T]) -> T:
         """``call`` until it is answered or the deadline is over. An attempt gets just under half of it, so that one silent member
         of several costs one attempt. Only for calls that may be sent twice."""
-        start, pause, first = time.monotonic(), _PAUSE, True
+        start, pause, first, renewed = time.monotonic(), _PAUSE, True, False
         while True:
+            client = self._made
             try:
                 return self._once(call)
             except _FAILURES as error:
                 code, tried = _code(error), time.monotonic() - start
                 if code is grpc.StatusCode.OUT_OF_RANGE:
                     raise _Compacted from None
+                refused = code not in _AGAIN and _is_about_auth(code, _reason(error))
+                if refused and self._access.user and not renewed and client is not None:
+                    # tokens end after some minutes, and with the etcd that gave them
+                    log.info("etcd at %s does not take the token any more; asking for a new one", self._names)
+                    self._forget(client)
+                    renewed = True
+                    continue
                 if code not in _AGAIN and first:
-                    raise StoreUnavailable(f"etcd at {self._names} refused: {_reason(error)}") from None
+                    raise self._refusal(code, _reason(error)) from None
                 # refused later on says nothing about the attempts before
-                if code not in _AGAIN or tried + pause + self._client.timeout > self._timeout:
+                if code not in _AGAIN or tried + pause + self._timeout * 0.45 > self._timeout:
                     raise _Silent(f"etcd at {self._names} gave no answer in {tried:.1f} s: {_reason(error)}") from None
             time.sleep(pause)
             pause, first = min(pause * 2, 0.2), False
+
+    def _refusal(self, code: grpc.StatusCode, reason: str) -> StoreUnavailable:
+        if _is_about_auth(code, reason):
+            who = f"user {self._access.user}" if self._access.user else "a client without a user"
+            return StoreRefused(
+                f"etcd at {self._names} refused {who}: {reason}",
+                f"check --etcd-user and its password, and that it may read and write {self._prefix}*",
+            )
+        if code is grpc.StatusCode.RESOURCE_EXHAUSTED and self._is_full():
+            return StoreFull(f"etcd at {self._names} is full (alarm NOSPACE): {reason}", _FULL_REMEDY)
+        return StoreUnavailable(f"etcd at {self._names} refused: {reason}")
+
+    def _is_full(self) -> bool:
+        try:
+            return any(alarm.alarm_type == _NOSPACE for alarm in self._client.list_alarms())
+        except (_Silent, *_FAILURES) as error:
+            log.debug("etcd at %s did not list its alarms: %s", self._names, _reason(error))
+            return False
 
 
 class _Compacted(Exception):
@@ -383,13 +553,26 @@ def _code(error: Exception) -> grpc.StatusCode:
     return error.code() if isinstance(error, grpc.RpcError) else grpc.StatusCode.UNKNOWN
 
 
+def _is_about_auth(code: grpc.StatusCode, reason: str) -> bool:
+    if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+        return True
+    return any(words in reason for words in _AUTH_WORDS)
+
+
 def _reason(error: Exception) -> str:
-    details = error.details() if isinstance(error, grpc.RpcError) else ""
+    # the package's own exceptions have no text; what grpc said is behind them
+    said = error if isinstance(error, grpc.RpcError) else error.__context__
+    details = said.details() if isinstance(said, grpc.RpcError) else ""
     return f"{_code(error).name.lower()}{': ' + details if details else ''}"
 
 
-def _bytes_in_use(status: Any) -> int:
-    for field in UnknownFieldSet(status):
-        if field.field_number == _DB_SIZE_IN_USE:
-            return int(field.data)
-    return int(status.dbSize)
+def _unknown_fields(message: Any) -> dict[int, list[Any]]:
+    """Fields of an answer that the package's messages do not know, by number."""
+    found: dict[int, list[Any]] = {}
+    for field in UnknownFieldSet(message):
+        found.setdefault(field.field_number, []).append(field.data)
+    return found
+
+
+def _path(path: Path | None) -> str | None:
+    return None if path is None else str(path)

@@ -1,12 +1,18 @@
-"""What a leading dispatcher writes about itself."""
+"""Leading: what a leader writes about itself, and the lease that it leads by.
+
+The lease is judged by this process's own monotonic clock, counted from before the call that renewed it.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import msgspec
 
 from manifests.process import ProcessId
+
+from .store import Store, StoreUnavailable, Term
 
 
 class LeaderRecord(msgspec.Struct, frozen=True):
@@ -35,3 +41,78 @@ class LeaderRecord(msgspec.Struct, frozen=True):
         """True only if that process is certainly gone."""
         found = ProcessId.parse(self.process)
         return found is not None and found.is_dead()
+
+
+class Leadership:
+    """Whether this process leads. Changed by the driver's thread only; properties may be read from any.
+
+    Args:
+        store: where the leader's record is.
+        lease: seconds to ask for.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, store: Store, lease: float, clock: Callable[[], float]) -> None:
+        self._store = store
+        self._lease = lease
+        self._clock = clock
+        self.record = LeaderRecord.of_this_process("")
+        self._term: Term | None = None
+        self._end = 0.0
+        self._renewed = 0.0
+        #: address of another one that leads, as last seen; "" when not known
+        self.other = ""
+
+    def __repr__(self) -> str:
+        return f"Leadership({self.record.address}, {self._term or 'does not lead'}, other={self.other!r})"
+
+    @property
+    def over(self) -> bool:
+        """The lease could have ended, or there is none."""
+        return self._term is None or self._clock() >= self._end
+
+    @property
+    def term(self) -> Term | None:
+        """The term, as long as its lease surely runs."""
+        term = self._term
+        return None if self.over else term
+
+    @property
+    def leader(self) -> str:
+        """Address of the present leader, "" when not known."""
+        return self.other if self.over else self.record.address
+
+    def campaign(self) -> bool:
+        """Try once to lead. False: ``other`` leads. Raises ``StoreUnavailable``."""
+        started = self._clock()
+        term = self._store.campaign(self.record.encode(), self._lease, self._is_gone)
+        if term is None:
+            found = LeaderRecord.parse(self._store.leader() or "")
+            self.other = found.address if found is not None else ""
+            return False
+        self._term, self._end, self._renewed = term, started + term.ttl, started
+        self.other = ""
+        return True
+
+    def _is_gone(self, text: str) -> bool:
+        found = LeaderRecord.parse(text)
+        return found is not None and (found.run == self.record.run or found.is_dead())
+
+    def renew(self) -> str:
+        """Renew the lease when a quarter of it has passed. Returns what is wrong, "" for nothing. Raises ``LeaderLost``."""
+        started = self._clock()
+        if self._term is None or started - self._renewed < self._term.ttl / 4:
+            return ""
+        try:
+            self._end = started + self._store.keep_alive(self._term)
+        except StoreUnavailable as error:
+            return str(error)
+        self._renewed = started
+        return ""
+
+    def resign(self) -> None:
+        """Give the lease up, if there is one."""
+        term, self._term = self._term, None
+        self.other = ""
+        if term is not None:
+            self._store.resign(term)

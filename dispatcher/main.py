@@ -21,6 +21,7 @@ from manifests.wire.flight import Server
 from .config import DispatcherConfig
 from .driver import Driver
 from .files import Files
+from .identity import agree
 from .service import Service
 from .store import Store
 
@@ -39,7 +40,8 @@ class Dispatcher:
         on_leading: called with the advertised address each time this process begins to lead.
 
     Raises:
-        ConfigError: the port is in use, or the store folder cannot be written.
+        ConfigError: the port is in use, or the store folder cannot be written. What else keeps it from working comes
+            later, as ``driver.failure``.
     """
 
     def __init__(
@@ -48,7 +50,14 @@ class Dispatcher:
         self.config = config
         self._store = store
         files = Files(config.store)
-        self.driver = Driver(store, files, lease=config.lease, on_leading=lambda: on_leading(self.address))
+        self.driver = Driver(
+            store,
+            files,
+            lease=config.lease,
+            on_leading=lambda: on_leading(self.address),
+            admit=self._admit,
+            compact_every=config.compact_every if config.owns_etcd else None,
+        )
         self.server = Server(Service(self.driver, files), config.listen)
         self.address = config.advertise or _reachable(self.server.address)
         self.driver.start(str(self.address))
@@ -56,20 +65,35 @@ class Dispatcher:
     def __repr__(self) -> str:
         return f"Dispatcher({self.address}, {self.driver!r})"
 
-    def wait_for_store(self, timeout: float, stop: threading.Event) -> None:
-        """Wait until the store answered once.
+    def _admit(self) -> None:
+        cluster = agree(self._store, self.config.store, self._etcd)
+        _log.debug("cluster %s", cluster)
+
+    @property
+    def _etcd(self) -> str:
+        return ",".join(map(str, self.config.etcd))
+
+    def check(self) -> None:
+        """Raise what ended the driver, if anything did."""
+        failure = self.driver.failure
+        if isinstance(failure, FeedlineError):
+            raise failure
+        if failure is not None:
+            raise DispatcherUnavailable("the dispatcher failed", cause=repr(failure))
+
+    def wait_until_serving(self, timeout: float, stop: threading.Event) -> None:
+        """Wait until it leads or stands by.
 
         Raises:
-            DispatcherUnavailable: it did not within ``timeout`` seconds.
+            DispatcherUnavailable: the store did not answer within ``timeout`` seconds, or refuses. ConfigError: it must
+                not work on that store.
         """
         started = time.monotonic()
-        while not stop.is_set() and not self.driver.reached_store.wait(0.05):
-            if self.driver.failure is not None:
-                raise DispatcherUnavailable("the dispatcher failed", cause=repr(self.driver.failure))
-            if time.monotonic() - started > timeout:
-                names = ",".join(map(str, self.config.etcd))
+        while not stop.is_set() and not self.driver.serves.wait(0.05):
+            self.check()
+            if time.monotonic() - started > timeout and not self.driver.reached_store.is_set():
                 raise DispatcherUnavailable(
-                    f"etcd at {names} does not answer",
+                    f"etcd at {self._etcd} does not answer",
                     cause=f"tried for {timeout:g} s: {self.driver.trouble}",
                     remedy="start etcd, or give its address with --etcd",
                 )
@@ -86,7 +110,7 @@ def _reachable(bound: Address) -> Address:
 
 
 def run(config: DispatcherConfig, store: Store) -> int:
-    """Serve until SIGTERM or SIGINT. Returns the exit status; prints one line when it leads and serves.
+    """Serve until SIGTERM or SIGINT. Returns the exit status; prints one line when it leads, or stands by.
 
     Raises:
         FeedlineError: it could not start.
@@ -101,24 +125,18 @@ def run(config: DispatcherConfig, store: Store) -> int:
         signal.signal(number, on_signal)
     if config.die_with_parent:
         die_with_parent()
-    announced = threading.Event()
-
-    def announce(address: Address) -> None:
-        if not announced.is_set():
-            announced.set()
-            print(f"dispatcher {address.uri}", flush=True)
-
     with log.cause(""):
         try:
-            dispatcher = Dispatcher(config, store, announce)
+            dispatcher = Dispatcher(config, store)
         except FeedlineError:
             store.close()
             raise
         try:
-            dispatcher.wait_for_store(config.start_timeout, stop)
+            dispatcher.wait_until_serving(config.start_timeout, stop)
+            if not stop.is_set():
+                print(f"dispatcher {dispatcher.address.uri}", flush=True)
             while not stop.wait(0.2):
-                if dispatcher.driver.failure is not None:
-                    raise DispatcherUnavailable("the dispatcher failed", cause=repr(dispatcher.driver.failure))
+                dispatcher.check()
         finally:
             _log.info("stops")
             dispatcher.close()

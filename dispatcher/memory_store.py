@@ -37,6 +37,7 @@ class MemoryBackend:
         self.records: dict[str, bytes] = {}
         self.sequence = 0
         self.terms = 0
+        self.cluster = ""
         self.leader: tuple[Term, str] | None = None
         self.ends = 0.0
 
@@ -53,6 +54,7 @@ class MemoryBackend:
         with self.lock:
             self.records.clear()
             self.sequence = self.terms = 0
+            self.cluster = ""
             self.leader = None
 
 
@@ -65,6 +67,16 @@ class MemoryStore:
 
     def __repr__(self) -> str:
         return f"MemoryStore({self.backend!r})"
+
+    def check(self) -> None:
+        with self.backend.lock:
+            self._check_up()
+
+    def cluster(self, proposal: str = "") -> str:
+        with self.backend.lock:
+            self._check_up()
+            self.backend.cluster = self.backend.cluster or proposal
+            return self.backend.cluster
 
     def campaign(self, me: str, ttl: float, is_dead: Callable[[str], bool]) -> Term | None:
         backend = self.backend

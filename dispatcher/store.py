@@ -91,7 +91,7 @@ class Store(Protocol):
             StoreRefused: it cannot. StoreUnavailable: no answer, so nobody knows.
         """
 
-    def mark(self, proposal: str = "") -> str:
+    def cluster(self, proposal: str = "") -> str:
         """The text that names this cluster. Where there is none, ``proposal`` becomes it; "" for still none.
 
         Raises:

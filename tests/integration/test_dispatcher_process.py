@@ -137,21 +137,42 @@ def test_case_20_after_kill_9_the_next_one_leads_at_once_with_the_same_record(et
     connection.close()
 
 
+def leader_of(connection):
+    """Whom a dispatcher names as the leader; "" when it does not answer or knows none."""
+    try:
+        return connection.call(m.Hello(), m.HelloReply, timeout=2).leader
+    except (DispatcherUnavailable, PeerUnreachable, PeerSilent):
+        return ""
+
+
+def wait_until(condition, seconds=15.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds:g} s"
+        time.sleep(0.02)
+
+
 def test_a_paused_leader_is_deposed_and_refuses_when_it_comes_back(etcd, program):
     """Case 54: SIGSTOP past the lease; the standby leads, and the old one answers nothing as leader afterwards."""
     first = program("--etcd", etcd.address, "--listen", "127.0.0.1:0", "--lease", "2s")
-    second = program("--etcd", etcd.address, "--listen", "127.0.0.1:0", "--lease", "2s", wait=False)
-    first.process.send_signal(signal.SIGSTOP)
-    second.line = second._first_line()
-    first.process.send_signal(signal.SIGCONT)
+    second = program("--etcd", etcd.address, "--listen", "127.0.0.1:0", "--lease", "2s")
     old, new = first.connection, second.connection
+    assert leader_of(old) == leader_of(new) == str(old.address)
+    register = m.RegisterWorker(id="w1", incarnation="1", address="127.0.0.1:1")
     try:
-        register = m.RegisterWorker(id="w1", incarnation="1", address="127.0.0.1:1")
+        first.process.send_signal(signal.SIGSTOP)
+        wait_until(lambda: leader_of(new) == str(new.address))
         assert ask(new, register, m.WorkerWelcome).known
+        first.process.send_signal(signal.SIGCONT)
         with pytest.raises(FeedlineError) as caught:
             old.call(register, m.WorkerWelcome, timeout=8)
         assert isinstance(caught.value, DispatcherUnavailable)
+        # it becomes a standby that names the leader
+        wait_until(lambda: leader_of(old) == str(new.address))
+        with pytest.raises(DispatcherUnavailable, match=f"{new.address} leads"):
+            old.call(m.GetStatus(), m.Document, timeout=8)
         assert ask(new, m.Hello(), m.HelloReply).term == 2
+        assert old.call(m.Hello(), m.HelloReply, timeout=8).term == 0
     finally:
         old.close()
         new.close()

@@ -124,8 +124,8 @@ def test_an_event_is_never_spread_unless_it_must():
 def test_a_large_event_is_cut_with_its_puts_first():
     effects = [Delete(f"old{i}") for i in range(300)] + [Put(f"new{i}", b"v") for i in range(130)]
     groups = list(transactions([[Put("before", b"")], effects, [Put("after", b"")]]))
-    assert [(len(p), len(d)) for p, d in groups] == [(1, 0), (120, 0), (10, 0), (0, 120), (0, 120), (0, 60), (1, 0)]
-    assert MAX_OPERATIONS == 120 and len(merged(groups)) == 132
+    assert [(len(p), len(d)) for p, d in groups] == [(1, 0), (127, 0), (3, 0), (0, 127), (0, 127), (0, 46), (1, 0)]
+    assert MAX_OPERATIONS == 127 and len(merged(groups)) == 132
 
 
 def test_bytes_are_bounded_too():

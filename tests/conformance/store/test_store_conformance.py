@@ -18,12 +18,14 @@ from dispatcher.memory_store import MemoryBackend, MemoryStore
 from dispatcher.store import (
     MAX_BYTES,
     MAX_OPERATIONS,
+    OPERATION_BYTES,
     CommitUnknown,
     LeaderLost,
     Store,
     StoreInfo,
     StoreUnavailable,
     Term,
+    commit_bytes,
 )
 from feedline.etcd import Etcd
 
@@ -229,12 +231,33 @@ def test_limits(harness: Any) -> None:
     assert store.commit(term, 0, full, ["gone"]) == 1
     with pytest.raises(ValueError, match=f"limit is {MAX_OPERATIONS}"):
         store.commit(term, 1, full, ["gone", "too"])
-    assert store.commit(term, 1, {"big": bytes(MAX_BYTES - 3)}, []) == 2
+    assert store.commit(term, 1, {"big": bytes(MAX_BYTES - OPERATION_BYTES - 3)}, []) == 2
     with pytest.raises(ValueError, match=f"limit is {MAX_BYTES}"):
         store.commit(term, 2, {"big": bytes(MAX_BYTES)}, [])
     with pytest.raises(ValueError, match="puts and deletes"):
         store.commit(term, 2, {"k": b""}, ["k"])
     assert store.load()[1] == 2
+
+
+def test_the_fullest_commit_there_is_is_taken(harness: Any) -> None:
+    """As many operations and bytes at once as ``check_limits`` lets through."""
+    store = harness.make()
+    term = lead(store)
+    each = MAX_BYTES // MAX_OPERATIONS - OPERATION_BYTES
+    keys = [f"{i:03}".ljust(each // 2, "k") for i in range(MAX_OPERATIONS)]
+    puts = {key: bytes(each - len(key)) for key in keys}
+    puts[keys[0]] += bytes(MAX_BYTES - commit_bytes(puts, ()))
+    assert commit_bytes(puts, ()) == MAX_BYTES
+    assert store.commit(term, 0, puts, []) == 1
+    assert store.commit(term, 1, {}, keys) == 2 and store.load() == ({}, 2)
+
+
+def test_the_first_cluster_id_stays(harness: Any) -> None:
+    one, two = harness.make(), harness.make()
+    one.check()
+    assert one.cluster() == ""
+    assert one.cluster("first") == "first" and two.cluster("second") == "first" and two.cluster() == "first"
+    assert one.load() == ({}, 0)
 
 
 def test_load_sees_everything_however_much_it_is(harness: Any) -> None:
@@ -276,6 +299,7 @@ def test_a_silent_store_fails_every_call_in_time_and_works_again(harness: Any) -
     assert store.info().db_bytes > 0
     calls: list[Callable[[], object]] = [
         lambda: store.keep_alive(term), store.leader, store.load, store.compact, lambda: store.campaign("x", 1, dead),
+        store.check, store.cluster,
     ]  # fmt: skip
     harness.go_away()
     for call in calls:
