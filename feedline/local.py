@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from manifests.errors import FeedlineError
+from manifests.errors import DispatcherUnavailable, FeedlineError
 from manifests.wire import messages as m
 from manifests.wire.connection import Address, parse_address
+from manifests.wire.flight import Connection, PeerSilent, PeerUnreachable
 
 from .children import Child, ChildFailed, child_environment, end_all, python_command
 from .client import Client
-from .etcd import Etcd
+from .etcd import Etcd, start_members
 
 #: seconds a dispatcher or worker may take until it serves
 START_TIMEOUT = 30.0
@@ -60,12 +62,15 @@ class LocalCluster:
     Args:
         data: folder for etcd's data, the store and the logs; made with mode 0700 if missing.
         memory: what ``--memory`` each worker gets.
-        listen: address of the dispatcher; workers listen on the same host, on free ports.
+        listen: address of the first dispatcher, port 0 for a free one; further ones take the ports behind it, or free
+            ones. Workers listen on the same host, on free ports.
         lease: what ``--lease`` both get, None: their default.
         etcd_binary: as ``etcd.find_binary``.
+        etcd_members: 1, or 3 for tests.
         fsync: False only for data that may be lost with the machine.
         echo: where log lines of dispatchers and workers go besides their files.
         arguments: further arguments for dispatchers and workers alike.
+        dispatcher_arguments: further arguments for dispatchers.
         worker_arguments: further arguments for workers.
     """
 
@@ -77,9 +82,11 @@ class LocalCluster:
         listen: str = "127.0.0.1:0",
         lease: str | None = None,
         etcd_binary: str | None = None,
+        etcd_members: int = 1,
         fsync: bool = True,
         echo: TextIO | None = None,
         arguments: Sequence[str] = (),
+        dispatcher_arguments: Sequence[str] = (),
         worker_arguments: Sequence[str] = (),
     ) -> None:
         self.data = data
@@ -87,12 +94,18 @@ class LocalCluster:
         self.listen: Address = parse_address(listen, what="--listen")
         self.logs = data / "logs"
         self._arguments = [*arguments, *(["--lease", lease] if lease else [])]
+        # the etcd is this cluster's own, so its history may go
+        self._dispatcher_arguments = ["--owns-etcd", *dispatcher_arguments]
         self._worker_arguments = list(worker_arguments)
         self._echo = echo
         self._numbers = {"dispatcher": 0, "worker": 0}
         # a folder that is there already keeps its mode: it may be the user's own
         data.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self.etcd = Etcd(data / "etcd", log=self.logs / "etcd.log", binary=etcd_binary, fsync=fsync)
+        names = ["etcd"] if etcd_members == 1 else [f"etcd-{number}" for number in range(etcd_members)]
+        self.etcds = [
+            Etcd(data / name, log=self.logs / f"{name}.log", name=name, binary=etcd_binary, fsync=fsync)
+            for name in names
+        ]
         self.dispatchers: list[Member] = []
         self.workers: list[Member] = []
 
@@ -100,25 +113,30 @@ class LocalCluster:
         return f"LocalCluster({self.etcd}, dispatchers={len(self.dispatchers)}, workers={len(self.workers)})"
 
     @property
+    def etcd(self) -> Etcd:
+        """The first etcd, mostly the only one."""
+        return self.etcds[0]
+
+    @property
     def address(self) -> str:
-        """The dispatchers' addresses, comma list."""
-        return ",".join(member.address for member in self.dispatchers)
+        """The dispatchers' addresses: ``grpc://HOST:PORT[,HOST:PORT..]``."""
+        return "grpc://" + ",".join(member.address.removeprefix("grpc://") for member in self.dispatchers)
 
     @property
     def children(self) -> list[Child]:
         """All processes that were started, ended or not."""
-        etcd = [self.etcd.child] if self.etcd.started else []
+        etcd = [etcd.child for etcd in self.etcds if etcd.started]
         return [*etcd, *(member.child for member in (*self.dispatchers, *self.workers))]
 
-    def start(self, workers: int) -> None:
-        """Start everything and wait until ``workers`` workers are registered.
+    def start(self, workers: int, dispatchers: int = 1) -> None:
+        """Start everything and wait until one dispatcher leads and ``workers`` workers are registered.
 
         Raises:
             StartFailed, EtcdFailed: a process did not start; what was started is ended.
         """
         try:
             self.start_etcd()
-            self.add_dispatcher()
+            self.add_dispatchers(dispatchers)
             self.add_workers(workers)
         except BaseException:
             self.end()
@@ -127,22 +145,84 @@ class LocalCluster:
     def start_etcd(self) -> None:
         """Start etcd, on the data that is there."""
         try:
-            self.etcd.start()
+            if len(self.etcds) > 1 and not self.etcd.started:
+                start_members(self.etcds)
+                return
+            # a member alone is not healthy: all have to be there
+            ended = [etcd for etcd in self.etcds if not etcd.started or etcd.child.poll() is not None]
+            for etcd in ended:
+                etcd.launch()
+            for etcd in ended:
+                etcd.wait()
         except ChildFailed as failed:
             raise StartFailed(failed) from None
 
-    def add_dispatcher(self, listen: str | None = None, name: str | None = None) -> Member:
-        """Start a dispatcher on ``listen`` (default: the cluster's) and wait until it serves."""
+    def add_dispatchers(self, count: int) -> list[Member]:
+        """Start dispatchers, all at once, and wait until all serve and one of them leads."""
+        first = len(self.dispatchers)
+        for number in range(count):
+            port = self.listen.port and self.listen.port + number
+            self._begin_dispatcher(str(Address(self.listen.host, port)), self._name("dispatcher"))
+        self._wait_dispatchers(range(first, first + count))
+        return self.dispatchers[first:]
+
+    def add_dispatcher(
+        self, listen: str | None = None, *, etcd: str | None = None, arguments: Sequence[str] = ()
+    ) -> Member:
+        """Start one more on ``listen`` (default: a free port) and wait until it serves. ``etcd``: by these addresses."""
+        place = listen or str(Address(self.listen.host, 0))
+        self._begin_dispatcher(place, self._name("dispatcher"), etcd, arguments)
+        self._wait_dispatchers(range(len(self.dispatchers) - 1, len(self.dispatchers)))
+        return self.dispatchers[-1]
+
+    def restart_dispatcher(self, name: str) -> Member:
+        """Start a dispatcher that has ended again, on the address it had, and wait until it serves and one leads."""
+        index = next(i for i, member in enumerate(self.dispatchers) if member.child.name == name)
+        self._begin_dispatcher(self.dispatchers[index].address, name, at=index)
+        self._wait_dispatchers(range(index, index + 1))
+        return self.dispatchers[index]
+
+    def _begin_dispatcher(
+        self, listen: str, name: str, etcd: str | None = None, arguments: Sequence[str] = (), at: int | None = None
+    ) -> None:
+        members = ",".join(str(member.address) for member in self.etcds)
         child = self._child(
-            name or self._name("dispatcher"),
+            name,
             "dispatcher",
-            ["--etcd", str(self.etcd.address), "--store", str(self.data / "store"), "--listen",
-             listen or str(self.listen)],
+            ["--etcd", etcd or members, "--store", str(self.data / "store"), "--listen", listen,
+             *self._dispatcher_arguments, *arguments],
             _DISPATCHER_READY,
         )  # fmt: skip
-        member = Member(child, self._ready(child)[0])
-        self.dispatchers.append(member)
-        return member
+        # known to ``end`` before anything can go wrong
+        member = Member(child, "")
+        if at is None:
+            self.dispatchers.append(member)
+        else:
+            self.dispatchers[at] = member
+
+    def _wait_dispatchers(self, which: range) -> None:
+        for index in which:
+            child = self.dispatchers[index].child
+            self.dispatchers[index] = Member(child, self._ready(child)[0])
+        deadline = time.monotonic() + START_TIMEOUT
+        while self.leader() is None:
+            if time.monotonic() > deadline:
+                raise FeedlineError(f"no dispatcher leads after {START_TIMEOUT:g} s", remedy=f"see {self.logs}")
+            time.sleep(_PAUSE)
+
+    def leader(self, timeout: float = 0.5) -> Member | None:
+        """The dispatcher that leads, None for none; each is asked for at most ``timeout`` seconds."""
+        for member in self.dispatchers:
+            if member.child.poll() is not None:
+                continue
+            with contextlib.closing(Connection(parse_address(member.address))) as connection:
+                try:
+                    reply: m.HelloReply = connection.call(m.Hello(), m.HelloReply, timeout)
+                except (PeerUnreachable, PeerSilent, DispatcherUnavailable):
+                    continue
+            if reply.term and reply.leader == reply.id:
+                return member
+        return None
 
     def add_workers(self, count: int = 1, *arguments: str) -> list[Member]:
         """Start workers, all at once, and wait until they are registered."""
@@ -219,4 +299,4 @@ class LocalCluster:
         share = within / GRACE
         end_all([member.child for member in self.workers], WORKER_GRACE * share)
         end_all([member.child for member in self.dispatchers], DISPATCHER_GRACE * share)
-        self.etcd.stop(ETCD_GRACE * share)
+        end_all([etcd.child for etcd in self.etcds if etcd.started], ETCD_GRACE * share)

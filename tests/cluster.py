@@ -1,12 +1,12 @@
-"""A real cluster for tests: etcd, a dispatcher and workers as processes that a test can kill, pause and restart.
+"""A real cluster for tests: etcd, dispatchers and workers as processes that a test can kill, pause and restart.
 
     with TestCluster(workers=2) as cluster:
         cluster.register(manifest)
         cluster.kill("worker-0")
         assert cluster.audit("job")["lost"] == 0
 
-Names of processes: ``etcd``, ``dispatcher-0``, ``worker-0``, ``worker-1``, .. in the order they were started. On a failure
-inside the ``with`` block the ends of all logs are printed.
+Names of processes: ``etcd`` (of three: ``etcd-0`` to ``etcd-2``), ``dispatcher-0``, ``worker-0``, ``worker-1``, .. in the
+order they were started. On a failure inside the ``with`` block the ends of all logs are printed.
 """
 
 from __future__ import annotations
@@ -31,9 +31,12 @@ class TestCluster:
     Args:
         workers: how many to start.
         memory: memory of each worker.
+        dispatchers: how many to start.
+        etcd_members: 1 or 3.
         lease: lease of leader, workers and ranks; short, so that tests of it are short.
         folder: where data and logs go; None: a temporary folder, removed at the end.
         arguments: further arguments of every worker.
+        dispatcher_arguments: further arguments of every dispatcher, e.g. ``("--compact-every", "200ms")``.
     """
 
     __test__ = False  # not a test case, whatever its name says
@@ -42,25 +45,32 @@ class TestCluster:
         self,
         workers: int = 1,
         *,
+        dispatchers: int = 1,
+        etcd_members: int = 1,
         memory: str = "256MiB",
         lease: str = "2s",
         folder: Path | None = None,
         arguments: tuple[str, ...] = (),
+        dispatcher_arguments: tuple[str, ...] = (),
     ) -> None:
         self._workers = workers
+        self._dispatchers = dispatchers
         self._janitor: Janitor | None = None
         self.folder = Path(tempfile.mkdtemp(prefix="feedline-test-")) if folder is None else folder
         if folder is None:
             # also when the test run is killed
             self._janitor = Janitor(self.folder)
-        self.local = LocalCluster(self.folder, memory=memory, lease=lease, fsync=False, worker_arguments=arguments)
+        self.local = LocalCluster(
+            self.folder, memory=memory, lease=lease, fsync=False, etcd_members=etcd_members,
+            worker_arguments=arguments, dispatcher_arguments=dispatcher_arguments,
+        )  # fmt: skip
 
     def __repr__(self) -> str:
         return f"TestCluster({self.local!r})"
 
     def __enter__(self) -> TestCluster:
         try:
-            self.local.start(self._workers)
+            self.local.start(self._workers, self._dispatchers)
         except BaseException:
             self.print_logs()
             self._remove()
@@ -85,7 +95,7 @@ class TestCluster:
 
     @property
     def address(self) -> str:
-        """What clients connect to, ``grpc://HOST:PORT``."""
+        """What clients connect to, ``grpc://HOST:PORT[,HOST:PORT..]``."""
         return self.local.address
 
     @property
@@ -133,6 +143,18 @@ class TestCluster:
         """SIGCONT."""
         self.child(name).resume()
 
+    def restart(self, name: str, *, kill: bool = True) -> None:
+        """End a dispatcher or etcd that still runs (SIGKILL, or SIGTERM with ``kill=False``), and start it where it was."""
+        if self.child(name).poll() is None:
+            if kill:
+                self.kill(name)
+            else:
+                self.terminate(name)
+        if name.startswith("dispatcher"):
+            self.local.restart_dispatcher(name)
+        else:
+            self.local.start_etcd()
+
     def restart_dispatcher(self, *, kill: bool = True) -> None:
         """End the dispatcher (SIGKILL, or SIGTERM with ``kill=False``) and start it on the same port and etcd."""
         self.stop_dispatcher(kill=kill)
@@ -148,8 +170,7 @@ class TestCluster:
 
     def start_dispatcher(self) -> None:
         """Start it again on the port it had."""
-        old = self.local.dispatchers.pop()
-        self.local.add_dispatcher(old.address, name=old.child.name)
+        self.local.restart_dispatcher(self.local.dispatchers[-1].child.name)
 
     def restart_etcd(self) -> None:
         """SIGKILL etcd and start it on the same data and port."""
@@ -173,6 +194,22 @@ class TestCluster:
         with self.client() as client:
             return client.document(m.GetStatus())
 
+    def leader(self) -> str | None:
+        """Name of the dispatcher that leads, None for none right now."""
+        found = self.local.leader()
+        return None if found is None else found.child.name
+
+    def wait_leader(self, *, other_than: str | None = None, timeout: float = 15.0) -> str:
+        """Wait until a dispatcher leads, another one than ``other_than``, and return its name."""
+        found: list[str | None] = [None]
+
+        def leads() -> bool:
+            found[0] = self.leader()
+            return found[0] is not None and found[0] != other_than
+
+        self.wait_for(f"a leader other than {other_than}" if other_than else "a leader", leads, timeout)
+        return str(found[0])
+
     def audit(self, job: str, epoch: int | None = None) -> dict[str, Any]:
         """The document of ``feedline audit JOB --json``."""
         with self.client() as client:
@@ -195,7 +232,7 @@ class TestCluster:
     def print_logs(self, lines: int = 60) -> None:
         """The ends of all logs, to stderr."""
         for path in sorted(self.local.logs.glob("*.log")):
-            if path.name == "etcd.log":
+            if path.name.startswith("etcd"):
                 continue
             text = path.read_text(errors="replace").splitlines()
             print(f"--- {path.name} (last {lines} of {len(text)} lines)", *text[-lines:], sep="\n", file=sys.stderr)

@@ -60,7 +60,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "feedline up [options] [-- CMD ...]"
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="workers to start (default: 2)")
     parser.add_argument("--dispatchers", type=int, default=1, metavar="N", help="dispatchers to start (default: 1)")
-    parser.add_argument("--listen", default="127.0.0.1:0", metavar="HOST:PORT", help="the dispatcher's address")
+    parser.add_argument(
+        "--listen", default="127.0.0.1:0", metavar="HOST:PORT",
+        help="the dispatcher's address; with a port further dispatchers take the ports behind it",
+    )  # fmt: skip
     parser.add_argument("--memory", default="1GiB", metavar="SIZE", help="memory of each worker (default: 1GiB)")
     parser.add_argument(
         "--data-dir", type=Path, metavar="DIR", help="where state is kept (default: a temporary folder)"
@@ -108,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
                 starting = True
                 if stop.is_set():
                     raise _Stopped
-                cluster.start(args.workers)
+                cluster.start(args.workers, args.dispatchers)
                 with cluster.client() as client:
                     for manifest in manifests:
                         client.register(manifest)
@@ -138,11 +141,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> list[str]:
     """Refuse what cannot work. Returns CMD."""
-    if args.dispatchers != 1:
-        raise ConfigError(f"--dispatchers {args.dispatchers}", cause="several dispatchers come in a later release")
+    if args.dispatchers < 1:
+        raise ConfigError(f"--dispatchers {args.dispatchers} is below one")
     if args.workers < 0:
         raise ConfigError(f"--workers {args.workers} is below zero")
     address = parse_address(args.listen, what="--listen")
+    if address.port and address.port + args.dispatchers - 1 > 65535:
+        raise ConfigError(f"--listen {address} leaves no ports for {args.dispatchers} dispatchers")
     memory = parse_size(args.memory, "--memory")
     if memory < LEAST_MEMORY:
         raise ConfigError(

@@ -71,7 +71,8 @@ def test_commands_that_come_later_say_so(name: str, capsys: Any) -> None:
         ("status --dispatcher 127.0.0.1:1 --timeout soon", "not a time"),
         ("up --workers -1", "below zero"),
         ("up --workers two", "--workers"),
-        ("up --dispatchers 2", "later release"),
+        ("up --dispatchers 0", "--dispatchers 0 is below one"),
+        ("up --dispatchers 3 --listen 127.0.0.1:65534", "leaves no ports for 3 dispatchers"),
         ("up --memory lots", "not a size"),
         ("up --memory 12", "--memory 12 B is too little (use 8.0 MiB or more)"),
         ("up --listen 7070", "HOST:PORT"),
@@ -102,7 +103,7 @@ def test_no_command_shows_help(capsys: Any) -> None:
 
 def test_debug_shows_the_traceback() -> None:
     with pytest.raises(ConfigError):
-        main(["up", "--dispatchers", "3", "--debug"])
+        main(["up", "--dispatchers", "0", "--debug"])
 
 
 def test_no_etcd_binary_names_the_remedy(capsys: Any) -> None:
