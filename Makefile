@@ -10,7 +10,7 @@ STAMP := $(VENV)/.ready
 PYTEST ?=
 SEED ?= $(shell date +%s)
 
-.PHONY: venv demo test check format chaos bench soak docs clean
+.PHONY: venv demo test check format chaos nightly bench bench-control soak docs clean
 
 venv: $(STAMP)
 
@@ -45,9 +45,17 @@ chaos: venv
 	@echo "seed $(SEED)"
 	@$(RUN) -m pytest -m slow --seed $(SEED) --timeout 1200 $(PYTEST)
 
+# ten to twenty times the examples of make test, drawn anew; make nightly SEED=N plays the same again
+nightly: venv
+	@echo "seed $(SEED)"
+	@HYPOTHESIS_PROFILE=nightly $(RUN) -m pytest tests/properties -n 2 --hypothesis-seed=$(SEED) --timeout 3600 $(PYTEST)
+
 bench: venv
 	@test -f benchmarks/run.py || { echo "benchmarks/run.py is missing: there are no benchmarks in this tree" >&2; exit 1; }
 	@$(RUN) benchmarks/run.py
+
+bench-control: venv
+	@$(RUN) benchmarks/control_plane.py
 
 soak: venv
 	@test -f benchmarks/run.py || { echo "benchmarks/run.py is missing: there is no soak run in this tree" >&2; exit 1; }

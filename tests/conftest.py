@@ -19,14 +19,23 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-# Examples do not depend on the run or on how busy the machine is.
+# Examples do not depend on the run or on how busy the machine is. `make nightly` draws many more, from a seed that it
+# prints and takes again.
 hypothesis.settings.register_profile(
     "feedline",
     deadline=None,
     derandomize=True,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
-hypothesis.settings.load_profile("feedline")
+hypothesis.settings.register_profile(
+    "nightly",
+    deadline=None,
+    max_examples=2000,
+    database=None,
+    print_blob=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "feedline"))
 
 #: folders whose tests start processes
 _PROCESS_FOLDERS = ("tests/process/", "tests/conformance/store/")
