@@ -228,6 +228,9 @@ class Driver:
             while not self._closing.is_set():
                 if self._campaign():
                     self._lead()
+        except FeedlineError as error:
+            # told by whoever started this process
+            self.failure = error
         except BaseException as error:
             self.failure = error
             _log.exception("the driver ended")
@@ -303,7 +306,7 @@ class Driver:
                 now = self._clock()
                 if self._leadership.over:
                     self._refuse(group)
-                    raise _StepDown(_LEASE_OVER)
+                    raise _StepDown(self._why_over())
                 self._renew()
                 if now - ticked >= TICK:
                     at, now_ms = self.now()
@@ -365,7 +368,7 @@ class Driver:
         for puts, deletes in transactions(done):
             self._sequence = self._store.commit(self._leading_term(), self._sequence, puts, deletes)
         if self._leadership.over:
-            raise _StepDown("its lease could have ended during a commit")
+            raise _StepDown(self._why_over())
         for effect in (effect for effects in done for effect in effects):
             if isinstance(effect, Log):
                 with log.cause(effect.cause or "-"):
@@ -382,6 +385,9 @@ class Driver:
         if term is None:
             raise _StepDown(_LEASE_OVER)
         return term
+
+    def _why_over(self) -> str:
+        return f"{_LEASE_OVER}: {self._trouble}" if self._trouble else _LEASE_OVER
 
     def _note(self, why: BaseException | str) -> None:
         """Keep why this process does not lead, for those who ask."""

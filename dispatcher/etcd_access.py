@@ -16,6 +16,8 @@ from manifests.wire.connection import Address
 
 #: seconds one probe may take
 _PATIENCE = 1.0
+#: what OpenSSL says about an answer that is none of TLS, and about none
+_NOT_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH", "UNEXPECTED_EOF")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,14 +101,14 @@ class EtcdAccess:
             return ""
         except ssl.SSLError as error:
             reason = _text(error)
-            if "WRONG_VERSION_NUMBER" in reason or "RECORD_LAYER_FAILURE" in reason or "PACKET_LENGTH" in reason:
-                return "it does not speak TLS (leave --etcd-ca out, or serve etcd with TLS)"
+            if any(word in reason for word in _NOT_TLS):
+                return "it does not speak TLS, or ends such connections at once"
             if "ALERT" in reason:
                 ours = f"our certificate {self.cert}" if self.cert is not None else "us without --etcd-cert"
                 return f"it refuses {ours}: {reason}"
             return f"no TLS connection: {reason}"
         except ConnectionResetError:
-            return "it ends TLS connections at once"
+            return "it does not speak TLS, or ends such connections at once"
         return ""
 
 

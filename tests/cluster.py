@@ -145,11 +145,11 @@ class TestCluster:
 
     def restart(self, name: str, *, kill: bool = True) -> None:
         """End a dispatcher or etcd that still runs (SIGKILL, or SIGTERM with ``kill=False``), and start it where it was."""
-        if self.child(name).poll() is None:
-            if kill:
-                self.kill(name)
-            else:
-                self.terminate(name)
+        child = self.child(name)
+        if child.poll() is None and kill:
+            self.kill(name)
+        else:
+            child.end(10.0)
         if name.startswith("dispatcher"):
             self.local.restart_dispatcher(name)
         else:

@@ -6,16 +6,14 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
+from programs import Program, ask, leader_of, wait_until
 
 from feedline.etcd import Etcd
 from manifests.errors import DispatcherUnavailable, FeedlineError
 from manifests.wire import messages as m
-from manifests.wire.connection import parse_address
-from manifests.wire.flight import Connection, PeerSilent, PeerUnreachable
 
 pytestmark = pytest.mark.process
 
@@ -26,37 +24,6 @@ def etcd(tmp_path):
     server.start()
     yield server
     server.stop()
-
-
-class Program:
-    """A dispatcher process; its first line is read within 20 s."""
-
-    def __init__(self, *arguments, wait=True):
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "dispatcher", *map(str, arguments)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self.line = self._first_line() if wait else ""
-
-    def _first_line(self):
-        timer = threading.Timer(20, self.process.kill)
-        timer.start()
-        try:
-            return self.process.stdout.readline()
-        finally:
-            timer.cancel()
-
-    @property
-    def connection(self):
-        return Connection(parse_address(self.line.removeprefix("dispatcher ").strip()))
-
-    def end(self, number=signal.SIGTERM, timeout=10):
-        if self.process.poll() is None:
-            self.process.send_signal(number)
-        out, err = self.process.communicate(timeout=timeout)
-        return self.process.returncode, out, err
 
 
 @pytest.fixture
@@ -72,18 +39,6 @@ def program(tmp_path):
         if found.process.poll() is None:
             found.process.kill()
         found.process.communicate(timeout=10)
-
-
-def ask(connection, message, kind, seconds=15.0):
-    """The answer, asked for again while nobody leads."""
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            return connection.call(message, kind, timeout=5)
-        except (DispatcherUnavailable, PeerUnreachable, PeerSilent):
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.05)
 
 
 def free_port():
@@ -135,21 +90,6 @@ def test_case_20_after_kill_9_the_next_one_leads_at_once_with_the_same_record(et
     again = ask(connection, m.RegisterWorker(id="w1", incarnation="1", address="127.0.0.1:1"), m.WorkerWelcome)
     assert again.keys == keys and ask(connection, m.Hello(), m.HelloReply).term == 2
     connection.close()
-
-
-def leader_of(connection):
-    """Whom a dispatcher names as the leader; "" when it does not answer or knows none."""
-    try:
-        return connection.call(m.Hello(), m.HelloReply, timeout=2).leader
-    except (DispatcherUnavailable, PeerUnreachable, PeerSilent):
-        return ""
-
-
-def wait_until(condition, seconds=15.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds:g} s"
-        time.sleep(0.02)
 
 
 def test_a_paused_leader_is_deposed_and_refuses_when_it_comes_back(etcd, program):
