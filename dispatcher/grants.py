@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
 
-from manifests.errors import ConfigError, NoWorker
+from manifests.errors import ConfigError, NoWorker, UnknownDataset
 from manifests.wire import codec
 from manifests.wire import messages as m
 
-from . import events, placement, records
+from . import events, limits, placement, records
 from .effects import Outbox
-from .job import Job
+from .job import Job, OpenShard
 from .jobs import Jobs
 from .library import Library, ShardInfo
+from .loads import Loads
+from .placement import Fleet
+from .quarantine import ABOUT_SHARD, Quarantine
 from .workers import Worker, Workers
 
 WaitingCode = Literal["", "wait-timeout", "no-worker", "rank-absent"]
@@ -26,7 +29,7 @@ WaitingCode = Literal["", "wait-timeout", "no-worker", "rank-absent"]
 #: how long a grant is good for, ms
 EXPIRY_MS = 120_000
 #: open shards kept per rank; the least recently renewed go first
-MAX_OPEN = 512
+MAX_OPEN = limits.MOST_SHARDS
 #: epochs a rank may be ahead of the slowest
 MAX_AHEAD = 2
 #: endpoints in one FlightInfo
@@ -52,29 +55,37 @@ class Grants:
         self._workers = workers
         self._library = library
         self.keys: dict[str, records.KeyRecord] = {}
-        #: open shards per worker, over all jobs
-        self.loads: Counter[str] = Counter()
-        #: content id -> worker -> open shards, over all jobs
-        self._homes: dict[str, Counter[str]] = {}
-        #: (job, rank) whose assignments changed in this event
+        self.quarantine = Quarantine(out)
+        #: what the workers have open, over all jobs
+        self.open = Loads()
+        #: job -> (generation, epoch that every rank has reached, when that was last looked at)
+        self._reached: dict[str, tuple[int, int]] = {}
+        #: ranks whose assignments changed in this event
         self._changed: set[int] = set()
         jobs.on_release = self.release
         #: dynamic order: gives the rank more of the plan
         self.more_rows: Callable[[events.GrantsRequested, Job], MoreRows] = lambda event, job: MoreRows()
+
+    @property
+    def loads(self) -> Mapping[str, int]:
+        """Open shards per worker, over all jobs."""
+        return self.open.shards
 
     # -- asking
 
     def on_ask(self, event: events.GrantsRequested) -> None:
         ask = event.message
         job = self._jobs.member(ask.job, ask.generation, ask.rank, ask.holder, event.at)
-        for failure in ask.failures:
-            self._workers.on_failure(failure, ask.job)
-        if len(ask.shards) > MAX_OPEN:
-            raise ConfigError(f"{len(ask.shards)} shards asked for at once", cause=f"the limit is {MAX_OPEN}")
+        limits.check_ask(ask)
         infos = self._look_up(job, ask.shards)
+        for failure in ask.failures:
+            self._on_failure(event, job, failure)
+        for speed in ask.speeds:
+            self._workers.on_speed(speed, event.at)
         self._changed.clear()
         for done in ask.done:
             self._close(job, ask.rank, (ask.epoch, done.source, done.shard))
+        infos, quarantined = self._set_aside(job, ask, infos)
         waiting, code = self._not_yet(event.at, job, ask)
         found: list[m.GrantInfo] = []
         more = MoreRows()
@@ -91,6 +102,7 @@ class Grants:
                 now_ms=event.now_ms,
                 waiting=waiting,
                 waiting_code=code,
+                quarantined=quarantined,
                 lane=more.lane,
                 final=more.final,
                 floor=more.floor,
@@ -109,13 +121,51 @@ class Grants:
             found.append((ask, info))
         return found
 
+    def _on_failure(self, event: events.GrantsRequested, job: Job, failure: m.ReadFailure) -> None:
+        self._workers.on_failure(failure, job.name)
+        sources = job.current.settings.sources
+        if failure.code not in ABOUT_SHARD or not 0 <= failure.source < len(sources):
+            return
+        info = self._library.shard(sources[failure.source].digest, failure.shard)
+        if info is None or self._workers.get(failure.worker) is None:
+            return
+        generation = job.current
+        peers = [
+            worker.message.id
+            for worker in self._workers.up()
+            if worker.can_read(info.format)
+            and (not generation.decodes or worker.message.fingerprint == generation.fingerprint)
+        ]
+        self.quarantine.on_failure(job, failure, info, peers, event.at, event.now_ms)
+
+    def _set_aside(
+        self, job: Job, ask: m.AskGrants, infos: list[tuple[m.ShardAsk, ShardInfo]]
+    ) -> tuple[list[tuple[m.ShardAsk, ShardInfo]], tuple[m.QuarantinedShard, ...]]:
+        """Those of the shards that may be read, and those in quarantine."""
+        if not job.quarantine:
+            return infos, ()
+        good, bad = [], []
+        for shard, info in infos:
+            found = self.quarantine.find(job, shard.source, shard.shard)
+            if found is None:
+                good.append((shard, info))
+            else:
+                bad.append(found)
+                self._close(job, ask.rank, (ask.epoch, shard.source, shard.shard))
+        return good, tuple(bad)
+
     def _not_yet(self, at: float, job: Job, ask: m.AskGrants) -> tuple[str, WaitingCode]:
         """Why this rank must wait whatever the workers do, "" if it need not, and the error that should become of it."""
-        if absent := job.absent:
+        generation = job.current
+        if not generation.granted and (absent := job.absent):
             names = ", ".join(map(str, absent[:8])) + (" .." if len(absent) > 8 else "")
             verb = "ranks {} have" if len(absent) > 1 else "rank {} has"
             return f"{verb.format(names)} not joined", "rank-absent"
+        number, reached = self._reached.get(job.name, (0, 0))
+        if number == generation.number and ask.epoch <= reached + MAX_AHEAD:
+            return "", ""
         epoch, rank = job.slowest()
+        self._reached[job.name] = (generation.number, epoch)
         if ask.epoch <= epoch + MAX_AHEAD:
             return "", ""
         if job.is_live(rank, at, self._jobs.lease):
@@ -127,20 +177,37 @@ class Grants:
         self, event: events.GrantsRequested, job: Job, infos: list[tuple[m.ShardAsk, ShardInfo]]
     ) -> tuple[list[m.GrantInfo], str]:
         ask = event.message
-        usable, waiting = self._usable(event.at, job, ask.avoid)
+        usable, missing = self._usable(event.at, job, ask.avoid)
+        mine = job.assignments.get(ask.rank, {})
+        coming = sum(
+            placement.size_of(info.bytes) for shard, info in infos if (ask.epoch, shard.source, shard.shard) not in mine
+        )
+        fleets: dict[str, Fleet] = {}
         found: list[m.GrantInfo] = []
+        waiting = ""
         key = self._key()
         expires = event.now_ms + EXPIRY_MS
-        for shard_ask, info in infos:
-            able = {w.message.id for w in usable if w.can_read(info.format)}
-            if not able:
-                waiting = waiting or f"no worker that is up reads {info.format!r} shards"
+        orders: dict[str, list[str]] = {}
+        for shard_format in {info.format for _, info in infos}:
+            fleet = self._fleet(event.at, usable, shard_format, coming)
+            fleets[shard_format] = fleet
+            ids = list({info.content_id for _, info in infos if info.format == shard_format})
+            orders.update(zip(ids, fleet.orders(ids)))
+        for shard, info in infos:
+            place = (ask.epoch, shard.source, shard.shard)
+            chosen = fleets[info.format].place(
+                orders[info.content_id],
+                placement.size_of(info.bytes),
+                own=job.assignments.get(ask.rank, {}).get(place),
+                homes=self._homes(info),
+                without=self.quarantine.failed_on(job, shard.source, shard.shard),
+            )
+            if not chosen:
+                reason = missing or f"no worker that is up reads {info.format!r} shards"
+                waiting = waiting or f"{_name(shard)}: {reason}"
                 continue
-            place = (ask.epoch, shard_ask.source, shard_ask.shard)
-            chosen = placement.place(info.content_id, able, self.loads, self._preferred(job, ask.rank, place, info))
             self._open(job, ask.rank, place, info, chosen[0])
-            grant = _grant(job.current, ask, shard_ask, info, chosen, expires)
-            found.append(self._signed(grant, shard_ask.source, key))
+            found.append(self._signed(_grant(job.current, ask, shard, info, chosen, expires), shard.source, key))
         if found and not job.current.granted:
             self._update(job, granted=True)
         return found, waiting
@@ -164,11 +231,14 @@ class Grants:
         others = ", ".join(f"{count} of {name!r}" for name, count in sorted(prints.items())[:3])
         return [], f"no worker with decode fingerprint {generation.fingerprint!r} is up; there are {others}"
 
-    def _preferred(self, job: Job, rank: int, place: tuple[int, int, int], info: ShardInfo) -> list[str]:
-        own = job.assignments.get(rank, {}).get(place)
-        homes = self._homes.get(info.content_id, Counter())
-        others = sorted(homes, key=lambda worker: (-homes[worker], worker))
-        return [*([own] if own else []), *others]
+    def _fleet(self, at: float, usable: Iterable[Worker], shard_format: str, coming: int = 0) -> Fleet:
+        speeds = {worker.message.id: worker.speed(at) for worker in usable if worker.can_read(shard_format)}
+        return Fleet(placement.weights(speeds), self.open.bytes, coming)
+
+    def _homes(self, info: ShardInfo) -> list[str]:
+        """Workers that have the content open, most often first."""
+        homes = self.open.homes(info.content_id)
+        return sorted(homes, key=lambda worker: (-homes[worker], worker)) if len(homes) > 1 else list(homes)
 
     def _update(self, job: Job, **changes: object) -> None:
         generation = msgspec.structs.replace(job.current, **changes)
@@ -186,12 +256,16 @@ class Grants:
             raise NoWorker("no worker could serve this dataset", cause=self._workers.none_reason(event.at))
         key, answer = self._key(), []
         ask = m.AskGrants(job="", generation=0, rank=0, holder="", epoch=0)
+        fleets: dict[str, Fleet] = {}
         for ordinal in range(event.first, event.first + min(event.count, MAX_ENDPOINTS)):
             info = self._library.shard(event.manifest, ordinal)
             if info is None:
                 break
-            able = {w.message.id for w in usable if w.can_read(info.format)}
-            chosen = placement.place(info.content_id, able, self.loads, list(self._homes.get(info.content_id, ())))
+            fleet = fleets.get(info.format) or fleets.setdefault(
+                info.format, self._fleet(event.at, usable, info.format)
+            )
+            order = fleet.orders([info.content_id])[0]
+            chosen = fleet.place(order, placement.size_of(info.bytes), homes=self._homes(info))
             if not chosen:
                 raise NoWorker(f"no worker that is up reads {info.format!r} shards")
             shard = m.ShardAsk(source=0, shard=ordinal)
@@ -215,38 +289,35 @@ class Grants:
         return max(self.keys.values(), key=lambda record: (record.created_ms, record.id))
 
     def _signed(self, grant: m.Grant, source: int, key: records.KeyRecord) -> m.GrantInfo:
-        refs = []
-        for name in grant.workers:
-            worker = self._workers.get(name)
-            if worker is not None:
-                refs.append(m.WorkerRef(id=name, address=worker.message.address))
+        by_id = self._workers.by_id
         return m.GrantInfo(
             source=source,
             shard=grant.shard,
-            workers=tuple(refs),
+            workers=tuple([by_id[name].ref for name in grant.workers]),
             expires_ms=grant.expires_ms,
             signed=codec.sign(grant, key.id, key.secret),
         )
 
     # -- assignments
 
-    def _open(self, job: Job, rank: int, place: tuple[int, int, int], info: ShardInfo, worker: str) -> None:
+    def _open(self, job: Job, rank: int, place: OpenShard, info: ShardInfo, worker: str) -> None:
         mine = job.assignments.setdefault(rank, {})
         old = mine.pop(place, None)
         mine[place] = worker
         if old == worker:
             return
+        digest = _digest(job, place)
         if old is not None:
-            self._count(info.content_id, old, -1)
-        self._count(info.content_id, worker, 1)
+            self.open.remove(digest, info.ordinal, old)
+        self.open.add(digest, info, worker)
         self._changed.add(rank)
         while len(mine) > MAX_OPEN:
             self._close(job, rank, next(iter(mine)))
 
-    def _close(self, job: Job, rank: int, place: tuple[int, int, int]) -> None:
+    def _close(self, job: Job, rank: int, place: OpenShard) -> None:
         worker = job.assignments.get(rank, {}).pop(place, None)
         if worker is not None:
-            self._count(self._content(job, place), worker, -1)
+            self.open.remove(_digest(job, place), place[2], worker)
             self._changed.add(rank)
 
     def drop(self, job: Job, rank: int, epoch: int | None) -> None:
@@ -258,49 +329,39 @@ class Grants:
         self._store(job)
 
     def release(self, job: Job) -> None:
-        """The job's generation ends: count none of its open shards any more."""
+        """The job's generation ends: count none of its open shards any more, nor failures on them."""
+        self.quarantine.forget(job)
+        self._reached.pop(job.name, None)
         for mine in job.assignments.values():
             for place, worker in mine.items():
-                self._count(self._content(job, place), worker, -1)
+                self.open.remove(_digest(job, place), place[2], worker)
 
     def load(self, job: Job, record: records.AssignmentRecord) -> None:
-        """Take a stored record in."""
+        """Take a stored record in. Shards of a manifest that is gone are left out: they are only where reads go first."""
         mine = job.assignments.setdefault(record.rank, {})
-        for item in record.open:
-            place, worker = (item.epoch, item.source, item.shard), record.workers[item.worker]
-            mine[place] = worker
-            self._count(self._content(job, place), worker, 1)
-
-    def _content(self, job: Job, place: tuple[int, int, int]) -> str:
-        info = self._library.shard(job.current.settings.sources[place[1]].digest, place[2])
-        return info.content_id if info is not None else ""
-
-    def _count(self, content_id: str, worker: str, change: int) -> None:
-        self.loads[worker] += change
-        homes = self._homes.setdefault(content_id, Counter())
-        homes[worker] += change
-        if self.loads[worker] <= 0:
-            del self.loads[worker]
-        if homes[worker] <= 0:
-            del homes[worker]
-        if not homes:
-            del self._homes[content_id]
+        for place, worker in record.open_shards.items():
+            digest = _digest(job, place)
+            try:
+                info = self._library.shard(digest, place[2])
+            except UnknownDataset:
+                info = None
+            if info is not None:
+                mine[place] = worker
+                self.open.add(digest, info, worker)
 
     def _store(self, job: Job) -> None:
         for rank in sorted(self._changed):
             mine = job.assignments.get(rank, {})
-            names = sorted(set(mine.values()))
-            index = {name: number for number, name in enumerate(names)}
-            self._out.put(
-                records.AssignmentRecord(
-                    job=job.name,
-                    generation=job.record.generation,
-                    rank=rank,
-                    workers=tuple(names),
-                    open=tuple(records.Assigned(*place, index[worker]) for place, worker in mine.items()),
-                )
-            )
+            self._out.put(records.AssignmentRecord.of(job.name, job.record.generation, rank, mine))
         self._changed.clear()
+
+
+def _name(shard: m.ShardAsk) -> str:
+    return f"shard {shard.shard}" + (f" of source {shard.source}" if shard.source else "")
+
+
+def _digest(job: Job, place: OpenShard) -> str:
+    return job.current.settings.sources[place[1]].digest
 
 
 def _grant(

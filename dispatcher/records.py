@@ -18,7 +18,11 @@ Nothing here grows with the shards or the steps of a job. Names cannot hold a ``
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from itertools import chain
+
 import msgspec
+import numpy as np
 
 from manifests.wire import codec
 from manifests.wire import messages as m
@@ -106,23 +110,39 @@ class MemberRecord(Record, frozen=True, kw_only=True, tag="member"):
         return f"jobs/{self.job}/generations/{self.generation}/members/{self.rank}"
 
 
-class Assigned(msgspec.Struct, frozen=True, array_like=True):
-    """An open shard of a rank: ``worker`` is an index into the record's list."""
-
-    epoch: int
-    source: int
-    shard: int
-    worker: int
-
-
 class AssignmentRecord(Record, frozen=True, kw_only=True, tag="assignment"):
-    """Which worker serves each open shard of a rank, least recently renewed first."""
+    """Which worker serves each open shard of a rank, least recently renewed first. ``places``: epoch, source and shard of
+    each in turn; ``which``: its worker's index in ``workers`` (uint16, little-endian)."""
 
     job: str
     generation: int
     rank: int
     workers: tuple[str, ...] = ()
-    open: tuple[Assigned, ...] = ()
+    places: tuple[int, ...] = ()
+    which: bytes = b""
+
+    @classmethod
+    def of(
+        cls, job: str, generation: int, rank: int, open_shards: Mapping[tuple[int, int, int], str]
+    ) -> AssignmentRecord:
+        """From (epoch, source, shard) -> worker id, in order."""
+        names = sorted(set(open_shards.values()))
+        index = {name: number for number, name in enumerate(names)}
+        return cls(
+            job=job,
+            generation=generation,
+            rank=rank,
+            workers=tuple(names),
+            places=tuple(chain.from_iterable(open_shards)),
+            which=np.array([index[name] for name in open_shards.values()], "<u2").tobytes(),
+        )
+
+    @property
+    def open_shards(self) -> dict[tuple[int, int, int], str]:
+        """(epoch, source, shard) -> worker id, in order."""
+        numbers = iter(self.places)
+        which = np.frombuffer(self.which, "<u2").tolist()
+        return {place: self.workers[worker] for place, worker in zip(zip(numbers, numbers, numbers), which)}
 
     @property
     def key(self) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import msgspec
+
 from manifests.plan import lane_sizes
 from manifests.wire import messages as m
 
@@ -13,12 +15,15 @@ from .job import Job
 from .state import State
 from .workers import Worker
 
+#: shards in quarantine that are listed per job
+LISTED = 1000
+
 
 def collect(state: State, event: Asked) -> dict[str, Any]:
     """Workers, jobs and datasets as of now; the service adds ``dispatcher`` and ``etcd``."""
     return {
-        "workers": [_worker(found) for _, found in sorted(state.workers.by_id.items())],
-        "jobs": [_job(job, event.at, state.lease) for _, job in sorted(state.jobs.by_name.items())],
+        "workers": [_worker(state, found, event.at) for _, found in sorted(state.workers.by_id.items())],
+        "jobs": [_job(state, job, event.at) for _, job in sorted(state.jobs.by_name.items())],
         "datasets": [
             {
                 "name": record.name,
@@ -32,8 +37,8 @@ def collect(state: State, event: Asked) -> dict[str, Any]:
     }
 
 
-def _worker(worker: Worker) -> dict[str, Any]:
-    beat = worker.beat
+def _worker(state: State, worker: Worker, at: float) -> dict[str, Any]:
+    beat, speed = worker.beat, worker.speed(at)
     return {
         "id": worker.message.id,
         "address": worker.message.address,
@@ -48,13 +53,16 @@ def _worker(worker: Worker) -> dict[str, Any]:
         "active_reads": beat.active_reads if beat is not None else 0,
         "rows_served": beat.rows_served if beat is not None else 0,
         "bytes_served": beat.bytes_served if beat is not None else 0,
+        "open_shards": state.grants.open.shards[worker.message.id],
+        "read_bytes_per_s": round(speed * 1000) if speed is not None else None,
         "suspect": worker.suspect,
         "failures": dict(sorted(worker.failures.items())),
     }
 
 
-def _job(job: Job, at: float, lease: float) -> dict[str, Any]:
-    generation = job.current
+def _job(state: State, job: Job, at: float) -> dict[str, Any]:
+    generation, lease = job.current, state.lease
+    quarantined = state.grants.quarantine.all(job)
     settings = generation.settings
     source = settings.sources[0]
     name = source.name or source.digest
@@ -72,6 +80,10 @@ def _job(job: Job, at: float, lease: float) -> dict[str, Any]:
         "batch_size": settings.batch_size,
         "steps_per_epoch": steps_per_epoch(settings, generation.rows),
         "ranks": [_rank(job, rank, at, lease) for rank in range(settings.world_size)],
+        "quarantined": [
+            {**msgspec.structs.asdict(shard), "workers": list(shard.workers)} for shard in quarantined[:LISTED]
+        ],
+        "quarantined_shards": len(quarantined),
     }
 
 

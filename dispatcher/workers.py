@@ -8,20 +8,30 @@ suspect: a client could not reach it; not used until its next heartbeat
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal
 
 from manifests.errors import ConfigError
 from manifests.wire import messages as m
 
-from . import events
+from . import events, limits
 from .effects import Outbox
 
 #: a worker that a client avoids is used as a last resort only if it was heard within this many seconds
 FRESH = 2.0
 #: seconds a lost worker stays in the list
 FORGET = 600.0
+#: ms of reading over which a worker's speed is averaged
+SPEED_MS = 10_000
+#: seconds after which a speed is not known any more, so that a worker that got little because of it is tried again
+SPEED_KEPT = 60.0
+#: bytes per ms that no worker exceeds
+MOST_SPEED = 1e8
+#: different failure codes counted per worker
+KEPT_CODES = 32
 #: failure codes that mean nothing answered at the worker's address
 UNREACHABLE = frozenset({"unreachable", "peer-unreachable", "refused"})
 
@@ -37,6 +47,26 @@ class Worker:
     lost: bool = False
     suspect: bool = False
     failures: dict[str, int] = field(default_factory=dict)
+    #: how grants name it
+    ref: m.WorkerRef = field(init=False)
+    #: bytes read and ms that took, both weighted by how long ago that was, and when it was last told
+    _moved: float = 0.0
+    _spent: float = 0.0
+    _measured: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.ref = m.WorkerRef(id=self.message.id, address=self.message.address)
+
+    def measure(self, speed: m.WorkerSpeed, at: float) -> None:
+        """A client tells how fast it read."""
+        keep = math.exp(-speed.ms / SPEED_MS)
+        self._moved = self._moved * keep + min(float(speed.bytes), speed.ms * MOST_SPEED)
+        self._spent = self._spent * keep + speed.ms
+        self._measured = at
+
+    def speed(self, at: float) -> float | None:
+        """Bytes per ms of lately, over all jobs; None: not known."""
+        return self._moved / self._spent if self._spent and at - self._measured <= SPEED_KEPT else None
 
     @property
     def state(self) -> Literal["up", "draining", "lost"]:
@@ -51,8 +81,13 @@ class Worker:
 
     def can_read(self, shard_format: str) -> bool:
         """Whether it reads this format: ``format:NAME`` capabilities, or any format when it lists none."""
-        formats = [c for c in self.capabilities if c.startswith("format:")]
-        return not formats or f"format:{shard_format}" in formats
+        formats = _formats(self.capabilities)
+        return not formats or shard_format in formats
+
+
+@lru_cache(maxsize=256)
+def _formats(capabilities: tuple[str, ...]) -> frozenset[str]:
+    return frozenset(c.removeprefix("format:") for c in capabilities if c.startswith("format:"))
 
 
 class Workers:
@@ -75,10 +110,7 @@ class Workers:
 
     def on_register(self, event: events.WorkerRegistered) -> None:
         message = event.message
-        if not message.id or not message.address:
-            raise ConfigError(
-                "a worker must have an id and an address", cause=f"got {message.id!r}, {message.address!r}"
-            )
+        limits.check_worker(message)
         old = self.by_id.get(message.id)
         if old is not None and old.message.incarnation != message.incarnation and not old.lost:
             self._out.log(
@@ -94,6 +126,7 @@ class Workers:
 
     def on_heartbeat(self, event: events.WorkerHeartbeatReceived) -> None:
         beat = event.message
+        limits.check_beat(beat)
         worker = self.by_id.get(beat.id)
         if worker is None or worker.message.incarnation != beat.incarnation:
             self._welcome(event, known=False, drain=False)
@@ -144,8 +177,8 @@ class Workers:
         worker = self.by_id.get(failure.worker)
         if worker is None:
             return
-        worker.failures[failure.code] = worker.failures.get(failure.code, 0) + 1
-        count = worker.failures[failure.code]
+        code = failure.code if failure.code in worker.failures or len(worker.failures) < KEPT_CODES else "other"
+        worker.failures[code] = count = worker.failures.get(code, 0) + 1
         if failure.code in UNREACHABLE and not worker.suspect:
             worker.suspect = True
             if count & (count - 1):  # it answers heartbeats but no client: say so less and less often
@@ -162,7 +195,17 @@ class Workers:
                 f"{failure.message}",
             )
 
+    def on_speed(self, speed: m.WorkerSpeed, at: float) -> None:
+        """A client tells how fast it read from a worker since it last did."""
+        worker = self.by_id.get(speed.worker)
+        if worker is not None and speed.ms > 0:
+            worker.measure(speed, at)
+
     # -- who may serve
+
+    def up(self) -> list[Worker]:
+        """Workers that take new shards and are thought to be reachable."""
+        return [worker for worker in self._usable() if not worker.suspect]
 
     def candidates(self, at: float, avoid: Collection[str]) -> list[Worker]:
         """Workers that take new shards; those a client avoids only when there is no other, and heard just now."""
@@ -177,8 +220,9 @@ class Workers:
             names = ", ".join(sorted(w.message.id for w in usable)[:5])
             return f"no worker answers this client (tried: {names})"
         seconds = at - self._none_since if self._none_since is not None else 0.0
-        rest = f"; {len(self.by_id)} lost or draining" if self.by_id else ""
-        return f"no worker is up (for {seconds:.0f} s{rest})"
+        if not self.by_id:
+            return f"no worker has registered for {seconds:.0f} s"
+        return f"no worker is up for {seconds:.0f} s ({len(self.by_id)} lost or draining)"
 
     def get(self, name: str) -> Worker | None:
         return self.by_id.get(name)

@@ -3,9 +3,9 @@
 import pytest
 from core_bench import LEASE, Bench, Rank
 
-from dispatcher import events
+from dispatcher import events, status
 from dispatcher.grants import EXPIRY_MS, MAX_OPEN
-from manifests.errors import ConfigError, NoWorker
+from manifests.errors import ConfigError, NoWorker, ProtocolError
 from manifests.wire import codec
 from manifests.wire import messages as m
 
@@ -64,7 +64,7 @@ def test_an_avoided_worker_is_passed_over_and_used_only_as_a_last_resort(bench):
     assert bench.ask(opened, avoid=everyone).grants
     bench.at += 3  # nobody was heard in the last 2 s
     refused = bench.ask(opened, avoid=everyone)
-    assert not refused.grants and refused.waiting == "no worker answers this client (tried: w1, w2, w3)"
+    assert not refused.grants and refused.waiting == "shard 0: no worker answers this client (tried: w1, w2, w3)"
 
 
 def test_case_24_an_unreachable_worker_is_named_with_its_address_and_the_others_go_on(bench):
@@ -123,19 +123,19 @@ def test_no_worker_is_named_with_how_long():
     opened = bench.open()
     bench.wait(4)
     waits = bench.ask(opened)
-    assert (waits.waiting, waits.waiting_code) == ("no worker is up (for 4 s)", "no-worker")
+    assert (waits.waiting, waits.waiting_code) == ("shard 0: no worker has registered for 4 s", "no-worker")
     bench.worker()
     assert bench.ask(opened).grants
     bench.wait(LEASE + 1)
     opened = bench.open(uid="late")
     bench.at += 2
-    assert bench.ask(opened, uid="late").waiting == "no worker is up (for 2 s; 1 lost or draining)"
+    assert bench.ask(opened, uid="late").waiting == "shard 0: no worker is up for 2 s (1 lost or draining)"
 
 
 def test_a_format_no_worker_reads(bench):
     for name in ("w1", "w2", "w3"):
         bench.worker(name, capabilities=("format:arrow",))
-    assert bench.ask(bench.open()).waiting == "no worker that is up reads 'tar' shards"
+    assert bench.ask(bench.open()).waiting == "shard 0: no worker that is up reads 'tar' shards"
     bench.beat("w2", capabilities=("format:arrow", "format:tar"))
     assert workers_of(bench.ask(bench.open(uid="b", dead=("u0",)), uid="b")) == ["w2"]
 
@@ -171,7 +171,7 @@ def test_a_job_that_decodes_keeps_to_one_fingerprint():
     bench.reload()
     bench.worker("w1", "pillow-1")
     waiting = bench.ask(opened).waiting
-    assert waiting == "no worker with decode fingerprint 'pillow-2' is up; there are 1 of 'pillow-1'"
+    assert waiting == "shard 0: no worker with decode fingerprint 'pillow-2' is up; there are 1 of 'pillow-1'"
     bench.worker("w3", "pillow-2")
     assert workers_of(bench.ask(opened)) == ["w3"]
 
@@ -216,7 +216,7 @@ def test_open_shards_are_bounded_and_the_oldest_go_first():
     bench.ask(opened, shards=range(300, 700))
     mine = bench.state.jobs.by_name["train"].assignments[0]
     assert len(mine) == MAX_OPEN and (0, 0, 399) in mine and (0, 0, 100) not in mine
-    with pytest.raises(ConfigError, match="600 shards asked for at once: the limit is 512"):
+    with pytest.raises(ProtocolError, match="600 shards asked for at once: the limit is 512"):
         bench.ask(opened, shards=range(600))
 
 
@@ -238,7 +238,7 @@ def test_assignments_survive_a_take_over():
     loads = dict(bench.state.grants.loads)
     bench.reload()
     assert dict(bench.state.grants.loads) == loads
-    assert bench.ask(opened).waiting == "no worker is up (for 0 s)"
+    assert bench.ask(opened).waiting == "shard 0: no worker has registered for 0 s"
     assert not bench.beat("w1").known
     bench.worker("w2")
     bench.worker("w1")
@@ -257,5 +257,107 @@ def test_stock_grants(bench):
 
 def test_stock_grants_without_a_worker():
     bench = Bench()
-    with pytest.raises(NoWorker, match="no worker is up"):
+    with pytest.raises(NoWorker, match="no worker has registered"):
         bench.apply(events.StockGrantsRequested, manifest=bench.digest, spec="", first=0, count=1)
+
+
+# -- loads and speeds
+
+
+def test_loads_are_bytes_so_that_large_shards_spread():
+    """Two shards of 6.4 GB among many small ones: not on one worker, and the small ones go where the large are not."""
+    bench = Bench([64_000_000 if number in (3, 11) else 1 for number in range(20)])
+    for name in ("w1", "w2", "w3"):
+        bench.worker(name)
+    found = workers_of(bench.ask(bench.open(), shards=[3, 11, *(n for n in range(20) if n not in (3, 11))]))
+    assert found[0] != found[1]
+    assert len(set(found)) == 3 and found[2:].count(({"w1", "w2", "w3"} - set(found[:2])).pop()) == 18
+
+
+def speeds(**found):
+    return tuple(m.WorkerSpeed(worker=name, bytes=size, ms=1000) for name, size in found.items())
+
+
+def test_a_slow_worker_gets_less_and_recovers():
+    bench = Bench([1] * 400)
+    for name in ("w1", "w2", "w3"):
+        bench.worker(name)
+    opened = bench.open()
+    told = speeds(w1=100_000_000, w2=20_000_000, w3=100_000_000)
+    found = workers_of(bench.ask(opened, shards=range(300), speeds=told))
+    assert 20 <= found.count("w2") <= 35
+    read = {w["id"]: w["read_bytes_per_s"] for w in status_of(bench)["workers"]}
+    assert read == {"w1": 100_000_000, "w2": 20_000_000, "w3": 100_000_000}
+    assert {w["id"]: w["open_shards"] for w in status_of(bench)["workers"]} == {n: found.count(n) for n in sorted(read)}
+    # nothing was heard of its speed for a minute: it counts as the others
+    bench.at += 61
+    for name in ("w1", "w2", "w3"):
+        bench.beat(name)
+    all_done = tuple(m.ShardAsk(source=0, shard=number) for number in range(300))
+    found = workers_of(bench.ask(opened, shards=range(100, 400), done=all_done))
+    assert found.count("w2") > 70
+
+
+def test_speeds_are_averaged_over_time_and_jobs():
+    bench = Bench()
+    bench.worker("w1")
+    opened = [bench.open(job="a"), bench.open(job="b")]
+    bench.ask(opened[0], speeds=speeds(w1=1_000_000))
+    bench.ask(opened[1], speeds=speeds(w1=3_000_000))
+    rate = bench.state.workers.get("w1").speed(bench.at)
+    assert 1000 < rate < 3000
+    for _ in range(60):
+        bench.ask(opened[1], speeds=speeds(w1=3_000_000))
+    assert bench.state.workers.get("w1").speed(bench.at) == pytest.approx(3000, rel=0.01)
+    for _ in range(60):  # it stalls
+        bench.ask(opened[1], speeds=speeds(w1=0))
+    assert bench.state.workers.get("w1").speed(bench.at) < 30
+
+
+def test_speeds_that_say_nothing_or_too_much():
+    bench = Bench()
+    bench.worker("w1")
+    opened = bench.open()
+    nothing = (m.WorkerSpeed(worker="w1", bytes=5, ms=0), m.WorkerSpeed(worker="w9", bytes=5, ms=1))
+    bench.ask(opened, speeds=nothing)
+    assert bench.state.workers.get("w1").speed(bench.at) is None
+    bench.ask(opened, speeds=(m.WorkerSpeed(worker="w1", bytes=1 << 62, ms=1 << 62),))
+    bench.ask(opened, speeds=(m.WorkerSpeed(worker="w1", bytes=1 << 62, ms=1),))
+    assert 0 < bench.state.workers.get("w1").speed(bench.at) <= 1e8
+
+
+def test_a_rank_with_a_shard_elsewhere_keeps_it_and_others_follow_while_there_is_room():
+    bench = Bench([1] * 40)
+    bench.worker("w1")
+    opened = [bench.open(r, world_size=2) for r in range(2)]
+    bench.ask(opened[0], 0, range(40))  # all on the only worker
+    bench.worker("w2")
+    assert set(workers_of(bench.ask(opened[0], 0, range(40)))) == {"w1"}
+    found = workers_of(bench.ask(opened[1], 1, range(40)))
+    assert found.count("w2") >= 8 and found.count("w1") >= 20
+
+
+def test_a_manifest_that_is_gone_costs_assignments_but_no_take_over():
+    bench = Bench()
+    bench.worker("w1")
+    opened = bench.open()
+    bench.ask(opened, shards=range(5))
+    gone = bench.shelf.manifests.pop(bench.digest)
+    bench.reload()
+    assert not bench.state.grants.loads
+    bench.shelf.manifests[bench.digest] = gone
+    bench.worker("w1")
+    assert len(bench.ask(opened, shards=range(5)).grants) == 5
+
+
+def test_what_a_rank_waits_for_names_the_shard():
+    bench = Bench([1] * 20)
+    opened = bench.open()
+    bench.wait(4)
+    assert bench.ask(opened, shards=[12, 3]).waiting == "shard 12: no worker has registered for 4 s"
+    bench.worker("w1", capabilities=("format:arrow",))
+    assert bench.ask(opened, shards=[3]).waiting == "shard 3: no worker that is up reads 'tar' shards"
+
+
+def status_of(bench):
+    return bench.apply(events.Asked, look=status.collect)
