@@ -93,6 +93,7 @@ class LoaderConfig:
     rank: int | None
     world_size: int | None
     seed: int | None
+    order: str
     shuffle: Shuffle | None
     lanes: int | None
     tail: str
@@ -104,9 +105,16 @@ class LoaderConfig:
     collate: Callable[[dict[str, Any]], Any] | None
     pin_memory: bool
     prefetch: int
+    elastic: bool
+    audit: bool
     timeout: float
     join_timeout: float
     options: ClientOptions
+
+    @property
+    def has_quotas(self) -> bool:
+        """How many rows and steps a rank has is known before it has them."""
+        return self.order == "deterministic" or not (self.elastic or self.tail == "ragged")
 
     @property
     def dataset_is_file(self) -> bool:
@@ -174,13 +182,9 @@ def make_config(
         check_name(name, "dataset")
         if at:
             check_name(version, "dataset version")
-    if order != "deterministic":
-        _choice("order", order, ("deterministic", "dynamic"))
-        raise _later("order='dynamic'", "use order='deterministic'")
-    if elastic:
-        raise _later("elastic=True", "leave it out")
-    if audit:
-        raise _later("audit=True", "run `feedline audit JOB`")
+    _choice("order", order, ("deterministic", "dynamic"))
+    _flag("elastic", elastic)
+    _flag("audit", audit)
     if device is not None and str(device) != "cpu":
         raise _later(f"device={device!r}", "move the batch yourself: tensor.to(device, non_blocking=True)")
     if pipeline is not None and not isinstance(pipeline, Pipeline):
@@ -198,6 +202,18 @@ def make_config(
     if resume is not None:
         _choice("resume", resume, ("latest",))
     _choice("tail", tail, ("pad", "drop", "ragged"))
+    if elastic and order != "dynamic":
+        raise ConfigError(
+            "elastic=True needs order='dynamic'",
+            cause="in deterministic order every rank has rows of its own, which no other can take over",
+            remedy="pass order='dynamic', or leave elastic out",
+        )
+    if elastic and tail == "drop":
+        raise ConfigError(
+            "elastic=True and tail='drop' do not go together",
+            cause="ranks of an elastic job take rows until there are none, so steps are not equal and nothing is dropped",
+            remedy="use tail='ragged' or 'pad'",
+        )
     _choice("on_error", on_error, ("raise", "skip"))
     _choice("ack", ack, ("next", "manual"))
     _integer("batch_size", batch_size, 1)
@@ -229,6 +245,7 @@ def make_config(
         rank=rank,
         world_size=world_size,
         seed=seed,
+        order=order,
         shuffle=shuffle,
         lanes=lanes,
         tail=tail,
@@ -240,6 +257,8 @@ def make_config(
         collate=collate,
         pin_memory=bool(pin_memory),
         prefetch=parse_size(prefetch, "prefetch"),
+        elastic=elastic,
+        audit=audit,
         timeout=parse_time(timeout, "timeout"),
         join_timeout=parse_time(join_timeout, "join_timeout"),
         options=options,
@@ -258,6 +277,11 @@ def check_lanes(lanes: int, world_size: int) -> None:
 def _integer(name: str, value: Any, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"{name} {value!r} is not an integer of at least {least}")
+
+
+def _flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} {value!r} is not True or False")
 
 
 def _choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:

@@ -34,19 +34,23 @@ _NONE = np.empty(0, np.int64)
 
 @dataclass(frozen=True)
 class Saved:
-    """What a state tells of a dynamic leg beside the place in it; encoded once per answer, so that saving costs nothing."""
+    """What a state tells of a dynamic leg beside the place in it; made once per answer, so that saving costs nothing."""
 
     #: every rank has handed out the plan positions below ``floor`` when the slowest had acknowledged ``floor_step`` steps
     floor: int
     floor_step: int
-    #: of the lane; rank and place are left open
+    #: the place in it is left open
     lane: m.LaneGrants
-    #: the lane's pieces as hexadecimal text
-    pieces: str
-    #: plan positions above the floor that were taken before this generation
+    #: plan positions at and above the floor that were taken before this generation
     before: Ranges
     #: pieces of earlier epochs that this epoch hands out too, over all ranks
     carried: bytes
+    #: the lane's pieces, ``before`` and ``carried`` as hexadecimal text
+    texts: tuple[str, str, str]
+
+    def below(self) -> Ranges:
+        """Plan positions that were taken and need not be in a lane that is kept."""
+        return Ranges.of([(0, self.floor)]) | self.before
 
 
 class DynamicLeg:
@@ -263,13 +267,15 @@ class DynamicLeg:
             ProtocolError: pieces that do not continue the lane.
         """
         with self._lock:
-            length, was_final, cut = self._lane.length, self._final, self._lane.ends_with_cut
+            told, length = reply.lane, self._lane.length
+            was_final, cut = self._final, self._lane.ends_with_cut
             if reply.carried:
                 self._carried = reply.carried
             moved = reply.floor is not None and self._forget(reply.floor)
-            if reply.lane is not None:
-                self._grow(reply.lane)
-            self._check_final(reply.final, reply.lane is not None and self._lane.length == length)
+            if told is not None:
+                self._grow(told)
+            nothing = told is not None and told.dropped == length == self._lane.length
+            self._check_final(reply.final, nothing)
             grown = self._lane.length != length or self._lane.ends_with_cut != cut or self._final != was_final
             if grown or moved or self._carried != self._saved.carried:
                 self._saved = self._save()
@@ -298,8 +304,10 @@ class DynamicLeg:
     def _check_final(self, told: bool, nothing: bool = False) -> None:
         reached = self._lane.length - self._start >= self._most
         ended = self.tail == "ragged" and nothing and self._lane.ends_with_cut and self._asked_at_end
-        if self._final or not (told or reached or ended):
-            return
+        if told or reached or ended:
+            self._end()
+
+    def _end(self) -> None:
         self._final = True
         if self._lane.certain < self._lane.length:  # nothing can come that would leave before these
             self._lane.extend([Piece(self._lane.length, 0, 0, self.epoch)])
@@ -313,9 +321,9 @@ class DynamicLeg:
 
     def _save(self) -> Saved:
         lane = self._lane.grants(self.rank, 0)
-        top = int(self._before.bounds[-1, 1]) if self._before else 0
-        above = self._before - Ranges.of([(0, min(self._floor, top))]) if self._floor else self._before
-        return Saved(self._floor, self._floor_step, lane, lane.pieces.hex(), above, self._carried)
+        above = self._before - Ranges.of([(0, self._floor)])
+        texts = lane.pieces.hex(), above.encode().hex(), self._carried.hex()
+        return Saved(self._floor, self._floor_step, lane, above, self._carried, texts)
 
 
 AnyLeg = Leg | DynamicLeg

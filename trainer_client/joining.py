@@ -98,16 +98,19 @@ def settings_of(config: LoaderConfig, dataset: Dataset, world_size: int) -> m.Jo
         spec=dataset.spec,
         pipeline=dataset.pipeline,
         seed=config.seed,
+        order=config.order,  # type: ignore[arg-type]  # checked when the loader was made
         shuffle=None if config.shuffle is None else config.shuffle.wire(),
         lanes=config.lanes,
         batch_size=config.batch_size,
         world_size=world_size,
-        tail=config.tail,  # type: ignore[arg-type]  # checked when the loader was made
+        tail=config.tail,  # type: ignore[arg-type]
         epochs=config.epochs,
         on_error=config.on_error,  # type: ignore[arg-type]
         max_bad=config.max_bad,
         ack=config.ack,  # type: ignore[arg-type]
         tenant=config.options.tenant,
+        elastic=config.elastic,
+        audit=config.audit,
     )
 
 

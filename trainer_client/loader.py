@@ -19,6 +19,7 @@ from manifests.cursor import default_lanes
 from manifests.errors import ConfigError, FeedlineWarning
 from manifests.pipeline import Pipeline
 from manifests.plan import Plan
+from manifests.ranges import Ranges
 from manifests.wire import messages as m
 
 from .config import ClientOptions, LoaderConfig, Mix, Shuffle, check_lanes, make_config
@@ -50,6 +51,8 @@ class RemoteDataLoader:
     One ``for`` yields ``epochs`` epochs; the next ``for`` goes on with the epoch after. A batch is a dict of
     ``Tensor [batch, ...]`` (fixed-shape numbers) or ``list`` (strings, bytes, ragged numbers) per output field, with
     ``__id__`` (int64 [batch], the sample ids) and, if ``tail="pad"`` or ``on_error="skip"``, ``__pad__`` (bool [batch]).
+    Elastic jobs have ``__epoch__`` too (int64 [batch]): the epoch a row belongs to, which is an earlier one where ranks
+    died at its end.
 
     Args:
         address: dispatcher ``host:port``, several as a list or comma list; None: ``$FEEDLINE_DISPATCHER``.
@@ -59,11 +62,15 @@ class RemoteDataLoader:
         pipeline: recipe from stored fields to output fields; None: the stored fields.
         rank, world_size: of this data-parallel process; None: torch.distributed, else RANK and WORLD_SIZE, else 0 of 1.
         seed: of order and augmentation; None: the loaded state's or the job record's, else drawn once and kept in both.
-        order: "deterministic" ("dynamic" comes later).
+        order: "deterministic": which rows a rank gets in which batch is fixed by seed, epoch and lanes. "dynamic": ranks
+            take their rows from a pool as they go, so a faster one can get more (``tail="ragged"``), and what others
+            have taken already is part of the position: resume from the list of all ranks' states (``gather_states``),
+            or from one of them where the dispatcher kept the marks of the others.
         shuffle: ``Shuffle(..)``, or None for the manifest's order.
         lanes: row sequences an epoch is cut into; world_size must divide it, then and on every resume. None: the
             state's or the record's, else lcm(12, world_size).
-        tail: "pad" (equal steps, repeats flagged), "drop" (full batches only), "ragged" (every row once, unequal steps).
+        tail: "pad" (equal steps, repeats flagged), "drop" (full batches only), "ragged" (every row once, unequal steps; in
+            dynamic order ranks take until there are no more rows, and ``len()`` is a TypeError).
         epochs: epochs per ``for``; None: without end.
         resume: "latest": start where the dispatcher's record of acknowledgements is.
         on_error: "raise", or "skip" bad samples up to ``max_bad`` per rank and epoch (int: count, float: share of the
@@ -72,6 +79,12 @@ class RemoteDataLoader:
         collate: called with the batch dict, its result is what the loop gets.
         pin_memory: page-locked batch tensors (where CUDA is there).
         prefetch: bytes on their way at the most, like "256MiB".
+        elastic: with ``order="dynamic"``, for loops without collectives: a rank that dies gives its rows back to the
+            others, and a new process may take its place. Steps are not equal whatever ``tail`` is, ``len()`` is a
+            TypeError. Otherwise a rank that is silent for longer than its lease and ``timeout`` ends all loops with
+            ``RankAbsent``.
+        audit: the books of each epoch are looked at when all ranks are through with it (in the background, and for a
+            few seconds at the end of a pass); rows lost or handed out twice are a ``ProtocolError`` that names the shards.
         timeout: seconds any wait may take before it becomes an error that names what was waited for.
         join_timeout: seconds to wait for the other ranks at the start.
         options: ``ClientOptions(..)``.
@@ -189,7 +202,7 @@ class RemoteDataLoader:
                 self._pass.superseded = True
             current = self._begin(run, epoch, first)
             self._loaded_raw = None
-            if self._steps_per_epoch() == 0:
+            if self._config.has_quotas and self._steps_per_epoch() == 0:
                 self._no_steps(current)
             self._pass = Pass(self, run, current, stop)
             self._waits.begin()
@@ -207,11 +220,11 @@ class RemoteDataLoader:
         """Batches of one whole pass (``epochs`` epochs), whatever was resumed.
 
         Raises:
-            TypeError: ``epochs=None`` has no end.
+            TypeError: ``epochs=None`` has no end, and without quotas (elastic, or `ragged` in dynamic order) nobody
+                knows it before.
         """
-        if self._config.epochs is None:
-            raise TypeError("len() of a loader with epochs=None: it has no end")
-        return self._steps_per_epoch() * self._config.epochs
+        self._check_steps_known("len()")
+        return self._steps_per_epoch() * (self._config.epochs or 1)
 
     @property
     def steps_left(self) -> int:
@@ -219,10 +232,9 @@ class RemoteDataLoader:
         and after it ended."""
         with self._lock:
             run, position = self._run, self._pass
-            if self._config.epochs is None:
-                raise TypeError("steps_left of a loader with epochs=None: it has no end")
+            self._check_steps_known("steps_left")
             if self._loaded is not None and self._loaded.identity is not None and self._set_epoch is None:
-                return self._steps_after(self._loaded.start, self._config.epochs)
+                return self._steps_after(self._loaded.start)
             if self._loaded is not None or run is None or position is None or position.stop is None:
                 return len(self)
             epoch = position.epoch
@@ -232,20 +244,36 @@ class RemoteDataLoader:
                 return len(self)
             return left + max(0, rest) * self._steps_per_epoch()
 
-    def _steps_after(self, start: m.StartPoint, epochs: int) -> int:
+    def _check_steps_known(self, what: str) -> None:
+        if self._config.epochs is None:
+            raise TypeError(f"{what} of a loader with epochs=None: it has no end")
+        if not self._config.has_quotas:
+            kind = "an elastic loader" if self._config.elastic else "a loader with order='dynamic' and tail='ragged'"
+            raise TypeError(f"{what} of {kind}: it takes rows until there are none")
+
+    def _steps_after(self, start: m.StartPoint) -> int:
         self._connect()
         rank, world = self._ranks
         shard_rows = self._need_dataset().manifest.shard_rows
-        leg = Leg(
-            Plan(shard_rows, seed=0, epoch=0, shuffle=None, lanes=len(start.taken)),  # only its sizes matter here
-            rank=rank,
-            world_size=world,
-            batch_size=self._config.batch_size,
-            tail=self._config.tail,
-            taken=np.array(start.taken, np.int64),
-        )
-        rest = max(start.first_epoch + epochs, start.epoch + 1) - start.epoch - 1
-        return leg.steps + rest * self._steps_per_epoch()
+        config = self._config
+        if config.order == "dynamic":
+            left = int(shard_rows.sum()) - len(Ranges.decode(start.ranges))
+            here = count_steps(left, world, config.batch_size, config.tail, rank, world)
+            if start.missing:  # what they have taken is not known, but they were at the same step
+                here = max(0, self._steps_per_epoch() - start.step)
+        else:
+            # only the sizes of the plan matter here
+            plan = Plan(shard_rows, seed=0, epoch=0, shuffle=None, lanes=len(start.taken))
+            here = Leg(
+                plan,
+                rank=rank,
+                world_size=world,
+                batch_size=config.batch_size,
+                tail=config.tail,
+                taken=np.array(start.taken, np.int64),
+            ).steps
+        rest = max(start.first_epoch + (config.epochs or 1), start.epoch + 1) - start.epoch - 1
+        return here + rest * self._steps_per_epoch()
 
     def _steps_per_epoch(self) -> int:
         self._connect()
@@ -272,24 +300,32 @@ class RemoteDataLoader:
         """The position after the last batch the loop received. A small dict of plain values; makes no call.
 
         Its size does not depend on the position. Any thread may call it at any time; it never waits. See
-        ``trainer_client.state`` for the entries.
+        ``trainer_client.state`` for the entries. Where it takes the states of all ranks to resume (dynamic order, or
+        ``on_error="skip"``), the dispatcher is told of it in the background, so that one of them may be enough.
         """
         loaded, where = self._loaded_raw, self._where
         if loaded is not None:
             return dict(loaded)
         if where is None:
             return blank_state(self._config)
-        return state_at(*where, epochs=self._config.epochs)
+        state, mark = state_at(*where, epochs=self._config.epochs)
+        if mark is not None:
+            where[0].reporter.mark(mark)
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any] | list[Any], allow: Iterable[str] = ()) -> None:
         """Start the next ``iter()`` where ``state`` was saved. A list of all ranks' states is joined into one.
+
+        A lone state of several ranks is enough in deterministic order, unless it was saved under ``on_error="skip"``.
+        Otherwise the next ``iter()`` asks the dispatcher for what it was told of the other ranks' states of that step.
 
         Args:
             allow: {"pipeline"}: accept a state that was saved with another pipeline.
 
         Raises:
             ConfigError: not a state. StateMismatch: of another dataset or settings (also raised by the next ``iter()``
-                where only the dispatcher can tell). StateIncomplete: positions of other ranks are missing.
+                where only the dispatcher can tell). By the next ``iter()`` StateIncomplete: positions of other ranks are
+                missing, and the dispatcher does not know them.
         """
         wrong = set(allow) - {"pipeline"}
         if wrong:
@@ -442,6 +478,8 @@ class RemoteDataLoader:
         if self._loaded is not None and self._loaded.identity is not None:
             identity = self._loaded.identity
             settings = msgspec.structs.replace(settings, seed=identity["seed"], lanes=identity["lanes"])
+            if start.world_size != world:  # what was granted to other ranks than there are now is granted anew
+                start = msgspec.structs.replace(start, lanes=())
         elif before is not None:
             settings = msgspec.structs.replace(settings, seed=before.settings.seed, lanes=before.settings.lanes)
         if before is not None:
@@ -492,6 +530,8 @@ class RemoteDataLoader:
             return self._set_epoch if self._set_epoch is not None else run.start.epoch
         if self._config.ack == "next":
             epoch.books.acknowledge()
+        if self._config.audit:
+            run.auditor.add(epoch.number)
         if epoch.session.finished:  # left with its last batch, before the loop was told that it was the last
             epoch.books.finish()
         else:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from manifests.errors import ConfigError
+from manifests.errors import ConfigError, RankAbsent
 
 from .control import Closed
 from .run import Epoch, Run
 
 if TYPE_CHECKING:
     from .loader import RemoteDataLoader
+
+
+#: seconds the end of a pass waits for other ranks to be through too, so that the epoch can be audited
+_AUDIT = 3.0
 
 
 class Pass:
@@ -47,6 +51,9 @@ class Pass:
                 self._end_epoch()
         except Closed:
             raise self._over() from None
+        except RankAbsent:
+            self._run.reporter.flush(2.0)  # what was acknowledged until then is on record
+            raise
 
     def _over(self) -> ConfigError:
         return ConfigError("this iteration is over", cause="the loader was closed, rewound or iterated anew")
@@ -56,10 +63,14 @@ class Pass:
         epoch.books.finish()
         if self._loader._config.ack == "next":
             epoch.books.acknowledge()
+        if self._loader._config.audit:
+            run.auditor.add(epoch.number)
         if self.stop is not None and epoch.number + 1 >= self.stop:
             self._ended = True
             run.waits.got()
             run.reporter.flush(5.0)
+            if self._loader._config.ack == "next":  # else the epoch is not over before the next ack()
+                run.auditor.wait(_AUDIT)
             run.check()  # acknowledgements that were refused are no normal end
             raise StopIteration
         with self._loader._lock:

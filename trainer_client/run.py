@@ -12,21 +12,24 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from manifests.errors import BadSample, FeedlineError, ProtocolError, TooManyBadSamples
+from manifests.errors import BadSample, FeedlineError, ProtocolError, RankAbsent, TooManyBadSamples
 from manifests.plan import Plan
+from manifests.ranges import Ranges
 from manifests.wire import messages as m
 
+from .auditing import Auditor
 from .books import Books
 from .budget import Budget, FeedStats
-from .chunks import BAD, FAILED
+from .chunks import BAD, FAILED, QUARANTINED
 from .config import LoaderConfig
 from .control import Closed, Control
-from .dynamic import AnyLeg
+from .dynamic import AnyLeg, DynamicLeg
 from .feed import Feed
 from .figures import Waits
 from .joining import Dataset
 from .reads import ReadPool
 from .reporter import Reporter, State
+from .seat import Seat
 from .session import Leg, Position, Session
 from .tensors import Piece, assemble
 
@@ -87,6 +90,10 @@ class Run:
         self._ahead: Epoch | None = None
         self.current: Epoch | None = None
         self._bad = 0
+        self._plans: dict[int, Plan] = {}
+        #: rows of an earlier epoch may come in one
+        self._mixes_epochs = opened.settings.elastic or bool(opened.start.carried)
+        self._lease = opened.lease_ms / 1000
         self.done = False
         self.reporter = Reporter(
             control,
@@ -94,8 +101,16 @@ class Run:
             generation=self.generation,
             rank=rank,
             holder=holder.uid,
-            lease=opened.lease_ms / 1000,
+            lease=self._lease,
             status=self._status,
+            answered=self._answered,
+            fatal=self.fail,
+        )
+        self.auditor = Auditor(
+            control,
+            config.job,
+            through=lambda epoch: self.reporter.slowest[0] > epoch,
+            refresh=lambda: self.reporter.flush(1.0),
             fatal=self.fail,
         )
 
@@ -129,6 +144,8 @@ class Run:
         epoch = self.current
         if self._ahead is not None or epoch is None or epoch.feed is None or not epoch.feed.planned_all:
             return
+        if not epoch.leg.final:
+            return
         following = epoch.number + 1
         if stop is not None and following >= stop:
             return
@@ -137,22 +154,54 @@ class Run:
             self._ahead.feed = self._feed(self._ahead)
 
     def _make(self, number: int, first_epoch: int) -> Epoch:
-        settings = self.settings
-        seed, lanes = settings.seed, settings.lanes
-        if seed is None or lanes is None:
-            raise ProtocolError("the dispatcher left seed or lanes open")
-        plan = Plan(self.dataset.manifest.shard_rows, seed=seed, epoch=number, shuffle=settings.shuffle, lanes=lanes)
-        here = number == self.start.epoch and bool(self.start.taken)
-        leg = Leg(
-            plan,
-            rank=self.rank,
-            world_size=settings.world_size,
-            batch_size=settings.batch_size,
-            tail=settings.tail,
-            taken=np.array(self.start.taken if here else [0] * lanes, np.int64),
-            first_step=self.start.step if here else 0,
-        )
+        settings, start = self.settings, self.start
+        here = number == start.epoch and start.inside
+        leg: AnyLeg
+        if settings.order == "dynamic":
+            leg = DynamicLeg(
+                self._plan,
+                seed=settings.seed or 0,
+                shuffle=settings.shuffle,
+                epoch=number,
+                rank=self.rank,
+                world_size=settings.world_size,
+                batch_size=settings.batch_size,
+                tail=settings.tail,
+                elastic=settings.elastic,
+                before=Ranges.decode(start.ranges) if here else None,
+                start=next((lane for lane in start.lanes if lane.rank == self.rank), None) if here else None,
+                carried=start.carried if number == start.epoch else b"",
+                first_step=start.step if here else 0,
+            )
+        else:
+            lanes = settings.lanes or 1
+            leg = Leg(
+                self._plan(number),
+                rank=self.rank,
+                world_size=settings.world_size,
+                batch_size=settings.batch_size,
+                tail=settings.tail,
+                taken=np.array(start.taken if here else [0] * lanes, np.int64),
+                first_step=start.step if here else 0,
+            )
         return Epoch(number, leg, first_epoch)
+
+    def _plan(self, epoch: int) -> Plan:
+        """The order of an epoch; the last few are kept."""
+        settings = self.settings
+        if settings.seed is None or settings.lanes is None:
+            raise ProtocolError("the dispatcher left seed or lanes open")
+        found = self._plans.get(epoch)
+        if found is None:
+            found = Plan(
+                self.dataset.manifest.shard_rows,
+                seed=settings.seed,
+                epoch=epoch,
+                shuffle=settings.shuffle,
+                lanes=settings.lanes,
+            )
+            self._plans = {number: plan for number, plan in self._plans.items() if number >= epoch - 2} | {epoch: found}
+        return found
 
     def _feed(self, epoch: Epoch) -> Feed:
         with self._feeds_lock:
@@ -165,9 +214,7 @@ class Run:
                 control=self._control,
                 pool=self._pool,
                 budget=self._budget,
-                job=self.config.job,
-                generation=self.generation,
-                holder=self._holder.uid,
+                seat=Seat(self.config.job, self.generation, self.rank, self._holder.uid),
                 stall=float(self.config.options.stall),
                 timeout=self.config.timeout,
                 fatal=self.fail,
@@ -201,17 +248,18 @@ class Run:
             marks = feed.status(place, look)
             failed = np.flatnonzero(marks == FAILED)
             usable = marks[: failed[0]] if len(failed) else marks
-            bad = np.flatnonzero(usable == BAD)
-            got = session.next_batch(usable != BAD)
+            bad = np.flatnonzero((usable == BAD) | (usable == QUARANTINED))
+            got = session.next_batch(usable >= 0)
             if len(bad) and self.config.on_error == "raise" and (got is None or place + bad[0] < got[1].read):
-                raise self._bad_sample(feed, place + int(bad[0]))
+                raise self._unusable(feed, place + int(bad[0]))
             if got is not None:
                 return self._hand_out(epoch, feed, *got)
             if len(failed):
                 chunk = feed.chunk_at(place + int(failed[0]))
                 raise chunk.errors[place + int(failed[0]) - chunk.first]
             in_pads = int((bad + place >= session.leg.candidates).sum())
-            self._check_budget(epoch, len(bad) - in_pads)
+            mine = bad[bad + place < session.leg.candidates]
+            self._check_budget(epoch, int((usable[mine] == BAD).sum()))
             if in_pads > session.leg.plan.rows * session.leg.world_size * (want + 1):  # each would have come round
                 raise TooManyBadSamples(
                     f"no row of epoch {epoch.number} is good", cause="all places of its pads are bad"
@@ -234,10 +282,10 @@ class Run:
     def _hand_out(self, epoch: Epoch, feed: Feed, offsets: I64, position: Position) -> tuple[Any] | None:
         session = epoch.session
         place = session.position.read
-        skipped = self._skipped(feed, place, position.read, set(offsets.tolist()))
+        skipped, quarantined = self._passed_over(feed, place, position.read, len(offsets))
         self._check_budget(epoch, len(skipped))
         if not len(offsets):  # nothing but bad rows was left
-            epoch.books.skip(skipped, position)
+            epoch.books.skip(skipped, position, quarantined)
             self._move(epoch, feed, position, len(skipped))
             return None
         pieces: list[Piece] = []
@@ -254,14 +302,23 @@ class Run:
             self.dataset.fields, pieces, len(offsets), self.config.pin_memory and torch.cuda.is_available()
         )
         pad = offsets + place >= session.leg.candidates
-        real = ~pad
         if self.config.tail == "pad" or self.config.on_error == "skip":
             batch["__pad__"] = torch.from_numpy(pad)
         found = batch["__id__"].numpy()
+        epochs: I64 | None = None
+        if isinstance(session.leg, DynamicLeg) and self._mixes_epochs:
+            epochs = session.leg.epochs(place, position.read - place)[offsets]
+            batch["__epoch__"] = torch.from_numpy(epochs)
+            epochs = epochs.copy() if (epochs != epoch.number).any() else None  # the loop may change its own
         size = sum(v.nbytes for v in batch.values() if isinstance(v, torch.Tensor))
         # before anything moves: a collate that raises leaves the batch to be handed out
         result = batch if self.config.collate is None else self.config.collate(batch)
-        epoch.books.hand_out(planned[real], found[real], int(pad.sum()), skipped, position, shards[real])
+        pads = int(pad.sum())
+        if pads:
+            real = ~pad
+            planned, found, shards = planned[real], found[real], shards[real]
+            epochs = None if epochs is None else epochs[real]
+        epoch.books.hand_out(planned, found, pads, skipped, position, shards, quarantined, epochs)
         self._move(epoch, feed, position, len(skipped))
         self.waits.got(len(offsets), size)
         return (result,)
@@ -275,20 +332,29 @@ class Run:
             # are on record before the loop goes on.
             self.reporter.flush(1.0)
 
-    def _skipped(self, feed: Feed, first: int, stop: int, used: set[int]) -> list[m.SkippedRow]:
-        """Bad rows of this stretch of the read stream, without pads (they are repeats of rows counted elsewhere)."""
-        out = []
+    def _passed_over(self, feed: Feed, first: int, stop: int, used: int) -> tuple[list[m.SkippedRow], list[int]]:
+        """Bad rows of this stretch of the read stream, and ids of rows in quarantine; without pads (they are repeats of
+        rows counted elsewhere). ``used``: rows of it that are in the batch."""
+        bad: list[m.SkippedRow] = []
+        quarantined: list[int] = []
+        if used == stop - first:
+            return bad, quarantined
         candidates = self.current.leg.candidates if self.current is not None else 0
-        for offset in np.flatnonzero(feed.status(first, stop - first) == BAD).tolist():
-            if offset in used or first + offset >= candidates:
-                continue
+        marks = feed.status(first, min(stop, candidates) - first)
+        for offset in np.flatnonzero((marks == BAD) | (marks == QUARANTINED)).tolist():
             chunk = feed.chunk_at(first + offset)
-            row = chunk.bad[first + offset - chunk.first]
-            out.append(m.SkippedRow(sample_id=row.sample_id, key=row.key, shard=row.shard, reason=row.reason))
-        return out
+            place = first + offset - chunk.first
+            if marks[offset] == QUARANTINED:
+                quarantined.append(int(chunk.ids[place]))
+                continue
+            row = chunk.bad[place]
+            bad.append(m.SkippedRow(sample_id=row.sample_id, key=row.key, shard=row.shard, reason=row.reason))
+        return bad, quarantined
 
-    def _bad_sample(self, feed: Feed, place: int) -> BadSample:
+    def _unusable(self, feed: Feed, place: int) -> Exception:
         chunk = feed.chunk_at(place)
+        if place - chunk.first in chunk.errors:  # its shard is in quarantine
+            return chunk.errors[place - chunk.first]
         row = chunk.bad[place - chunk.first]
         return BadSample(
             f"sample {row.key!r} of {row.shard} cannot be used",
@@ -317,6 +383,18 @@ class Run:
         """Raise what ended this run, if something did."""
         if self._fatal is not None:
             raise self._fatal
+
+    def _answered(self, reply: m.Reported) -> None:
+        """What a report was answered: how far all ranks are, and who is gone."""
+        current, ahead = self.current, self._ahead
+        for epoch in (current, ahead):
+            if epoch is not None and isinstance(epoch.leg, DynamicLeg):
+                for floor in reply.floors:
+                    epoch.leg.take_floor(floor)
+        patience = max(self._lease, self.config.timeout)
+        gone = [one for one in reply.silent if one.silent_ms >= patience * 1000 and one.rank != self.rank]
+        if gone and not self.settings.elastic:
+            self.fail(_absent(gone, self.config.job))
 
     def fail(self, error: FeedlineError) -> None:
         """This run may not go on; the loop gets ``error`` when it next asks."""
@@ -351,7 +429,10 @@ class Run:
             self._feeds.clear()
         for feed in feeds:
             feed.close()
-        if self._fatal is None:  # also on a rewind: what was handed out past its start point counts as rewound
+        self.auditor.close()
+        if self._fatal is None or isinstance(
+            self._fatal, RankAbsent
+        ):  # also on a rewind: what was handed out past its start point counts as rewound
             self.reporter.flush(4.0 if leave else 2.0, leaving=leave)
         if leave:
             self._control.close()  # ends calls that other threads still wait in
@@ -359,6 +440,18 @@ class Run:
         deadline = time.monotonic() + 1.0
         for feed in feeds:
             feed.join(max(0.0, deadline - time.monotonic()))
+        self.auditor.join(max(0.0, deadline - time.monotonic()))
+
+
+def _absent(gone: Sequence[m.SilentRank], job: str) -> RankAbsent:
+    first = gone[0]
+    others = f" (and {len(gone) - 1} more)" if len(gone) > 1 else ""
+    return RankAbsent(
+        f"rank {first.rank} of job {job}{others} is silent for {first.silent_ms / 1000:.1f} s",
+        cause=f"it was process {first.pid} on {first.host}, which did not close",
+        remedy="start all ranks again from the last state; a loop without collectives can go on with elastic=True",
+        detail={"absent": [one.rank for one in gone], "host": first.host, "pid": first.pid},
+    )
 
 
 class Engine:

@@ -10,6 +10,8 @@ A state is a dict of plain values, so that it pickles, goes through ``torch.save
     taken         rows taken per lane, all lanes: 16 hex digits each
     rows, job     rows of the dataset; job that saved it (may be missing)
     skip          whether on_error was "skip"
+    dynamic       in dynamic order only, see ``dynamic_state``; ``taken`` is "" there
+    ranks         states of several ranks that were loaded together and can only be kept together (dynamic order)
 
 Step and counts have a fixed width, so that the size of a state does not depend on the position in an epoch.
 ``first_epoch`` is the epoch in which the current pass (one ``for``) began, so that a pass over several epochs goes on
@@ -26,9 +28,11 @@ import msgspec
 import numpy as np
 
 from manifests.cursor import divisors
-from manifests.errors import ConfigError, StateIncomplete, StateMismatch
+from manifests.errors import ConfigError, StateMismatch
 from manifests.plan import lane_sizes
 from manifests.wire.messages import JobSettings, StartPoint
+
+from . import dynamic_state
 
 VERSION = 1
 #: counts below 2**63, 16 digits each
@@ -100,21 +104,40 @@ class LoadedState(msgspec.Struct, frozen=True):
 def load(states: Any) -> LoadedState:
     """Check the form of a state or list of states, and join them.
 
+    What other ranks had taken is not known from a lone state in dynamic order, nor from one saved under
+    ``on_error="skip"``: these ranks are ``start.missing``, for the dispatcher to complete from their marks.
+
     Raises:
-        ConfigError: not a state. StateMismatch: states of different jobs or steps, or damaged. StateIncomplete: ranks
-            are missing and needed (a lone state saved under ``on_error="skip"`` with several ranks).
+        ConfigError: not a state. StateMismatch: states of different jobs or places, or damaged.
     """
     if isinstance(states, Mapping):
-        given = [states]
+        given = states.get("ranks") or [states]
     elif isinstance(states, Sequence) and not isinstance(states, (str, bytes)) and states:
         given = list(states)
     else:
-        raise ConfigError(
-            f"{type(states).__name__} is not a state", remedy="pass what state_dict() returned, or a list of it"
-        )
+        given = [states]
     for state in given:
         _check_form(state)
-    many = _level([{**state, "step": _step_of(state)} for state in given])
+    many = [{**state, "step": _step_of(state)} for state in given]
+    first = many[0]
+    if any(state["identity"] is None or not _is_dynamic(state) for state in many):
+        return _load_counts(many)
+    for state in many:
+        dynamic_state.check_form(state)
+    many = _level_dynamic(many)
+    _check_same(many, equal_steps=any(dynamic_state.has_quotas(state) for state in many))
+    start = dynamic_state.join(many)
+    if len(many) == 1:
+        kept = {**many[0], "step": encode_step(many[0]["step"])}
+    else:
+        ranks = [{**state, "step": encode_step(state["step"])} for state in many]
+        kept = {**ranks[0], "step": encode_step(start.step), "ranks": ranks}
+    return LoadedState(dict(first["identity"]), start, str(first["dataset"]), kept)
+
+
+def _load_counts(given: list[dict[str, Any]]) -> LoadedState:
+    """States of the deterministic order, and of loaders that had not begun."""
+    many = _level(given)
     first = many[0]
     _check_same(many)
     if first["identity"] is None:
@@ -124,13 +147,7 @@ def load(states: Any) -> LoadedState:
     counts = {s["rank"]: decode_taken(s["taken"]) for s in many}
     if any(len(c) != lanes for c in counts.values()) or not all(0 <= rank < world for rank in counts):
         raise StateMismatch("state is damaged", cause=f"it does not hold {lanes} lanes of {world} ranks")
-    missing = sorted(set(range(world)) - set(counts))
-    if missing and first["skip"] and first["step"] > 0:
-        raise StateIncomplete(
-            f"state of rank {', '.join(map(str, sorted(counts)))} alone cannot tell where ranks {missing} were",
-            cause="it was saved under on_error='skip', where ranks skip rows of their own",
-            remedy="load the list of all ranks' states (gather_states)",
-        )
+    missing = sorted(set(range(world)) - set(counts)) if first["skip"] and first["step"] > 0 else []
     taken = np.array(counts[first["rank"]], np.int64)
     for rank, own in counts.items():
         taken[rank::world] = np.array(own, np.int64)[rank::world]
@@ -144,15 +161,22 @@ def load(states: Any) -> LoadedState:
         world_size=world,
         skip=first["skip"],
         job=first.get("job", ""),
+        missing=tuple(missing),
     )
-    # Joined it is complete: it tells of every rank what that rank's own state did.
+    # Joined it is complete: it tells of every rank what that rank's own state did. What is missing stays so.
     joined = {
         **first,
         "step": encode_step(first["step"]),
         "taken": encode_taken(taken.tolist()),
-        "skip": bool(first["skip"] and missing),
+        "skip": bool(missing),
     }
+    if missing and len(counts) > 1:
+        joined["ranks"] = [{**state, "step": encode_step(state["step"])} for state in many]
     return LoadedState(dict(first["identity"]), start, str(first["dataset"]), joined)
+
+
+def _is_dynamic(state: Mapping[str, Any]) -> bool:
+    return bool(state["identity"].get("order") == "dynamic")
 
 
 def _check_form(state: Any) -> None:
@@ -169,6 +193,8 @@ def _check_form(state: Any) -> None:
     identity = state["identity"]
     if identity is None:
         return
+    if state["rank"] >= state["world_size"]:
+        raise StateMismatch("state is damaged", cause=f"rank {state['rank']} of {state['world_size']} ranks")
     if not isinstance(identity, Mapping) or not _is_count(identity.get("lanes")) or not _is_count(identity.get("seed")):
         raise StateMismatch("state is damaged", cause="its identity lacks seed or lanes")
 
@@ -201,20 +227,55 @@ def _share_is_done(state: Mapping[str, Any]) -> bool:
     return len(taken) == lanes and list(taken[rank::world]) == sizes[rank::world]
 
 
+def _level_dynamic(many: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """States of ranks that are through with an epoch are at the beginning of the next if any rank is there, and if all
+    are through."""
+    last = max(state["epoch"] for state in many)
+    everyone = {state["rank"] for state in many} == set(range(many[0]["world_size"]))
+    begun = any(state["epoch"] != last for state in many)
+    through = everyone and all(state["epoch"] == last and dynamic_state.ended(state) for state in many)
+    if not begun and not through:
+        return many
+    return [
+        dynamic_state.moved_on(state)
+        if dynamic_state.ended(state) and (through or state["epoch"] + 1 == last)
+        else state
+        for state in many
+    ]
+
+
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
 
 
-def _check_same(many: Sequence[Mapping[str, Any]]) -> None:
+def _check_same(many: Sequence[Mapping[str, Any]], *, equal_steps: bool = True) -> None:
+    """Raise ``StateMismatch`` for states that do not belong together; ``equal_steps``: all must be at one step."""
     first = many[0]
     for other in many[1:]:
-        for key in ("identity", "world_size", "epoch", "step", "generation", "skip", "first_epoch"):
+        for key in ("identity", "world_size", "generation", "skip", "first_epoch"):
             if other[key] != first[key]:
                 raise StateMismatch(
                     f"states of ranks {first['rank']} and {other['rank']} do not belong together",
                     cause=f"{key}: {first[key]} and {other[key]}",
                     remedy="load the states that all ranks saved at one step",
                 )
+    places = {(state["epoch"], state["step"] if equal_steps else 0) for state in many}
+    again = len({state["rank"] for state in many}) != len({(s["rank"], s["epoch"], s["step"]) for s in many})
+    if len(places) > 1 or again:
+        several = len({state["epoch"] for state in many}) > 1
+        listed = ", ".join(
+            f"rank {state['rank']} at {'epoch ' + str(state['epoch']) + ' ' if several else ''}step {state['step']}"
+            for state in sorted(many, key=lambda s: (s["rank"], s["epoch"], s["step"]))
+        )
+        raise StateMismatch(
+            f"states of ranks {_ranks(many)} do not belong together",
+            cause=listed,
+            remedy="load the states that all ranks saved at one step",
+        )
+
+
+def _ranks(many: Sequence[Mapping[str, Any]]) -> str:
+    return " and ".join(map(str, sorted({state["rank"] for state in many})))
 
 
 def check_fits(loaded: LoadedState, settings: JobSettings, allow: Iterable[str] = ()) -> None:

@@ -469,7 +469,7 @@ def test_states_of_several_ranks(cluster):
     mixed = run_ranks(cluster.address, 3, job="several-on", steps=1, state=ranks[2].state)
     with (
         make_loader(cluster.address, job="several-mixed") as loader,
-        pytest.raises(StateMismatch, match="step: 4 and 5"),
+        pytest.raises(StateMismatch, match="rank 0 at step 4, rank 1 at step 5"),
     ):
         loader.load_state_dict([ranks[0].state, mixed[1].state])
 

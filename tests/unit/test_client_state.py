@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import torch
 
-from manifests.errors import ConfigError, StateIncomplete, StateMismatch
+from manifests.errors import ConfigError, StateMismatch
 from manifests.wire.messages import JobSettings, Shuffle, Source
 from trainer_client.state import VERSION, check_fits, decode_taken, encode_step, encode_taken, identity_of, load
 
@@ -132,20 +132,30 @@ def test_each_rank_tells_of_its_own_lanes():
 
 @pytest.mark.parametrize("kept", [0, 1])
 def test_a_lone_state_saved_under_skip_names_the_ranks_it_lacks(kept):
-    with pytest.raises(StateIncomplete, match=rf"rank {kept} alone .*\[{1 - kept}\].*gather_states"):
-        load(make_state(kept, skip=True))
+    """Ranks skip rows of their own: the dispatcher is asked for the marks of the others."""
+    loaded = load(make_state(kept, skip=True))
+    assert loaded.start.missing == (1 - kept,) and loaded.start.skip
+    assert load(loaded.state) == loaded
+
+
+def test_several_states_of_more_ranks_keep_lacking_the_others():
+    wide = {"world_size": 4, "skip": True}
+    loaded = load([make_state(0, (5, 0, 0, 1), **wide), make_state(3, (9, 0, 0, 7), **wide)])
+    assert loaded.start.missing == (1, 2) and (loaded.start.taken[0], loaded.start.taken[3]) == (5, 7)
+    assert load(loaded.state) == loaded
 
 
 def test_a_lone_state_is_enough_at_an_epoch_s_beginning_and_for_one_rank():
-    assert load(make_state(skip=True, step=0, taken=encode_taken((0,) * 4))).start.step == 0
-    assert load(make_state(skip=True, world_size=1)).start.taken == (3, 3, 2, 2)
+    assert load(make_state(skip=True, step=0, taken=encode_taken((0,) * 4))).start.missing == ()
+    alone = load(make_state(skip=True, world_size=1)).start
+    assert alone.taken == (3, 3, 2, 2) and alone.missing == ()
 
 
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"step": 6}, "step: 5 and 6"),
-        ({"epoch": 2}, "epoch: 1 and 2"),
+        ({"step": 6}, "rank 0 at step 5, rank 1 at step 6"),
+        ({"epoch": 2}, "rank 0 at epoch 1 step 5, rank 1 at epoch 2 step 5"),
         ({"generation": 3}, "generation: 2 and 3"),
         ({"world_size": 4}, "world_size: 2 and 4"),
         ({"skip": True}, "skip: False and True"),
