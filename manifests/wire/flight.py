@@ -28,6 +28,10 @@ from .connection import Address, ConnectionOptions
 ACTION = "feedline"
 #: bytes of one chunk when a manifest file is sent through a stream
 CHUNK = 1 << 20
+#: characters of an error's message, of its cause and of its remedy
+MAX_TEXT = 1000
+#: characters of an error's detail as JSON; longer lists in it are cut
+MAX_DETAIL = 7000
 _BLOB_SCHEMA = pa.schema([pa.field("data", pa.large_binary())])
 
 
@@ -51,14 +55,30 @@ def to_flight_error(error: BaseException) -> fl.FlightError:
     if isinstance(error, fl.FlightError):
         return error
     if isinstance(error, FeedlineError):
-        detail = {**error.detail, "cause": error.cause, "remedy": error.remedy}
-        body = {"code": error.code, "message": error.message, "detail": detail}
+        detail = {**error.detail, "cause": _short(error.cause), "remedy": _short(error.remedy)}
+        body = {"code": error.code, "message": _short(error.message), "detail": detail}
+        body["detail"] = _fitting(detail)
     else:
-        body = {"code": "internal", "message": f"{type(error).__name__}: {error}", "detail": {}}
+        body = {"code": "internal", "message": _short(f"{type(error).__name__}: {error}"), "detail": {}}
     info = json.dumps(body, default=str).encode()
+    text = _short(str(error)) or type(error).__name__
     if isinstance(error, errors.AccessDenied):
-        return fl.FlightUnauthorizedError(str(error), info)
-    return fl.FlightServerError(str(error) or type(error).__name__, info)
+        return fl.FlightUnauthorizedError(text, info)
+    return fl.FlightServerError(text, info)
+
+
+def _fitting(detail: dict[str, Any]) -> dict[str, Any]:
+    """``detail`` with its lists cut, and without what still is too long."""
+    for most in (64, 16, 4, 0):
+        if len(json.dumps(detail, default=str)) <= MAX_DETAIL:
+            return detail
+        detail = {name: value[:most] if isinstance(value, list | tuple) else value for name, value in detail.items()}
+    return {"cause": detail["cause"], "remedy": detail["remedy"]}
+
+
+def _short(text: str) -> str:
+    """Texts may quote what a client sent, and gRPC refuses to carry more than 16 KiB of error."""
+    return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 3] + "..."
 
 
 def from_flight_error(error: BaseException, peer: str, ours: bool = False) -> Exception:
@@ -338,10 +358,12 @@ class Server(fl.FlightServerBase):  # type: ignore[misc]  # pyarrow has no types
 
     def do_put(self, context: Any, descriptor: fl.FlightDescriptor, reader: Any, writer: Any) -> None:
         try:
+            if reader.schema.types not in ([pa.large_binary()], [pa.binary()]):
+                raise ProtocolError("not an upload", cause="it must be a stream of one binary column")
             data = bytearray()
             for chunk in reader:
                 for value in chunk.data.column(0):
-                    data += value.as_buffer()
+                    data += value.as_buffer() or b""
                 if len(data) > self._max_upload:
                     raise ProtocolError(f"upload of more than {self._max_upload} bytes")
             self._handler.store(tuple(p.decode() for p in descriptor.path), bytes(data))

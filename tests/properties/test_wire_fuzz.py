@@ -6,6 +6,7 @@ is cut, flipped and overwritten at random. Each is decoded, and what decodes is 
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import re
@@ -22,9 +23,10 @@ from wire_samples import GRANT, KEY, KEY_ID, SAMPLES, tag
 from wire_samples import SPEC as SPEC_SAMPLE
 
 from dispatcher import audit, events, status
-from manifests.errors import AccessDenied, FeedlineError, ProtocolError
+from manifests.errors import AccessDenied, ConfigError, FeedlineError, ProtocolError
 from manifests.wire import codec
 from manifests.wire import messages as m
+from manifests.wire.flight import to_flight_error
 
 ANY = m.Request | m.Reply | m.Grants | m.Grant | m.ReadTicket | m.ReadPart
 KINDS: dict[str, Any] = {tag(sample): type(sample) for sample in SAMPLES}
@@ -87,6 +89,22 @@ def test_replies_and_tickets_are_no_requests(other: m.Message) -> None:
 @given(st.sampled_from(sorted(KINDS)), st.sampled_from(SAMPLES))
 def test_another_message_s_tag(name: str, sample: m.Message) -> None:
     check_decodes(pack({**tree(sample), "t": name}), ANY)
+
+
+@given(st.integers(0, 100_000), st.integers(0, 5000), st.booleans())
+@example(70_000, 0, True)
+@example(0, 256, False)  # one holder for each rank of a job
+def test_errors_that_quote_a_message_fit_what_grpc_carries(letters: int, items: int, denied: bool) -> None:
+    """gRPC refuses more than 16 KiB of error, and then nobody learns the code."""
+    kind = AccessDenied if denied else ConfigError
+    holders = [{"rank": n, "uid": "u" * 32, "host": "node", "pid": n} for n in range(items)]
+    error = kind("x" * letters, cause="y" * letters, remedy="z" * letters, detail={"holders": holders, "rank": 3})
+    made = to_flight_error(error)
+    body = json.loads(made.extra_info)
+    assert body["code"] == kind.code and body["detail"]["rank"] == 3
+    # the detail travels as it is and once more in base64 with the text
+    assert len(made.extra_info) + len(str(made)) < 12_000
+    assert body["detail"]["holders"] == holders or len(body["detail"]["holders"]) in (0, 4, 16, 64)
 
 
 # -- signed grants -------------------------------------------------------------------------------------------------
