@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
+from .speeds import Pace, Speeds
+
 
 class Budget:
     """Bytes of rows on their way, shared by the epochs of a loader. Changed under the feed's lock only."""
@@ -17,6 +19,10 @@ class Budget:
         self.row_bytes: float | None = None
         #: rows read, and those of them that a worker's cache served
         self.rows = self.hot_rows = 0
+        #: reads of which a second worker was asked for the rest
+        self.hedges = 0
+        self.speeds = Speeds()
+        self.pace = Pace()
 
 
 @dataclass(frozen=True)

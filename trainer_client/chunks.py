@@ -17,6 +17,12 @@ I64 = npt.NDArray[np.int64]
 MISSING, BAD, FAILED, QUARANTINED = -1, -2, -3, -4
 
 
+def in_order(numbers: I64) -> list[int]:
+    """The distinct numbers, first met first."""
+    found, first = np.unique(numbers, return_index=True)
+    return [int(n) for n in found[np.argsort(first)]]
+
+
 class Chunk:
     """Rows ``first .. first + count`` of the read stream.
 
@@ -33,18 +39,25 @@ class Chunk:
         self.reserved = reserved
         #: index into ``parts`` per row, or a mark above, int32 [count]
         self.part = np.full(len(rows), MISSING, np.int32)
+        #: rows that are marked MISSING
+        self.missing = len(rows)
+        #: its shards, first needed first
+        self.distinct = in_order(shards)
+        #: no longer needed
+        self.released = False
         self._row = np.zeros(len(rows), np.int32)
         self._parts: list[Part] = []
         self.bad: dict[int, BadRow] = {}
         #: why, per offset that is marked FAILED or QUARANTINED
         self.errors: dict[int, Exception] = {}
+        #: times a read of it was refused
         self.tries = 0
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __repr__(self) -> str:
-        return f"Chunk({self.first}+{len(self)}, {int((self.part == MISSING).sum())} missing)"
+        return f"Chunk({self.first}+{len(self)}, {self.missing} missing)"
 
     @property
     def end(self) -> int:
@@ -59,7 +72,7 @@ class Chunk:
             good = offsets[~np.isin(offsets, bad_offsets)]
         else:
             good = offsets
-        new = self.part[good] < 0
+        new = self.part[good] == MISSING
         if new.any():
             # the mark last: a place that shows as filled can be read
             self._parts.append(part)
@@ -71,6 +84,7 @@ class Chunk:
                 self.bad[offset] = row
                 self.part[offset] = BAD
                 filled += 1
+        self.missing -= filled
         return filled
 
     def fail(self, offsets: I64, error: Exception) -> None:
@@ -85,6 +99,7 @@ class Chunk:
         missing = offsets[self.part[offsets] == MISSING]
         self.errors.update(dict.fromkeys(missing.tolist(), error))
         self.part[missing] = mark
+        self.missing -= len(missing)
         return len(missing)
 
     def pieces(self, offsets: I64, places: I64) -> list[Piece]:

@@ -3,50 +3,96 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from .session import Leg
+from .chunks import in_order
+from .dynamic import AnyLeg
 
 I64 = npt.NDArray[np.int64]
 
-#: rows looked at ahead, at the most
-_ROWS = 100_000
+#: rows that ``grow`` works out in one step
+STEP = 16_384
+
+
+@dataclass(slots=True)
+class _Stretch:
+    shards: I64
+    rows: I64
+    distinct: list[int]
+    taken: int = 0
 
 
 class LookAhead:
     """The read stream of a leg from its beginning, taken in stretches; one thread uses it."""
 
-    def __init__(self, leg: Leg) -> None:
+    def __init__(self, leg: AnyLeg) -> None:
         self._leg = leg
-        self._known: deque[tuple[I64, I64]] = deque()
-        self._end = 0  # place in the read stream up to which rows are known
-        self._taken = 0
+        self._known: deque[_Stretch] = deque()
+        #: place in the read stream up to which rows are known
+        self.end = 0
+        self.taken = 0
+        self._uses: dict[int, int] = {}  # stretches that hold a shard
 
     def __repr__(self) -> str:
-        return f"LookAhead({self._taken} taken, {self._end} known)"
+        return f"LookAhead({self.taken} taken, {self.end} known, {len(self._uses)} shards)"
+
+    @property
+    def rows(self) -> int:
+        """Rows that are known and not taken."""
+        return self.end - self.taken
+
+    @property
+    def shard_count(self) -> int:
+        """Shards of these rows, about: a stretch that was begun counts as a whole."""
+        return len(self._uses)
+
+    def grow(self, limit: int, count: int = STEP) -> bool:
+        """Make up to ``count`` more rows known, none at or after place ``limit``. False: there was none."""
+        count = min(count, limit - self.end)
+        if count <= 0:
+            return False
+        shards, rows = self._leg.refs(self.end, count)
+        if not len(rows):
+            return False
+        distinct = in_order(shards)
+        for shard in distinct:
+            self._uses[shard] = self._uses.get(shard, 0) + 1
+        self._known.append(_Stretch(shards, rows, distinct))
+        self.end += len(rows)
+        return True
 
     def take(self, count: int, limit: int) -> tuple[I64, I64]:
-        """The next ``count`` rows: (shard ordinals, rows), int64 each; makes more known, up to place ``limit``."""
-        ahead = min(_ROWS, max(4 * count, 1024))
-        while self._end < min(self._taken + count + ahead, limit):
-            shards, rows = self._leg.refs(self._end, min(ahead, limit - self._end))
-            if not len(rows):
-                break
-            self._known.append((shards, rows))
-            self._end += len(rows)
+        """The next ``count`` rows, none at or after ``limit``: (shard ordinals, rows), int64 each."""
+        while self.rows < count and self.grow(limit, max(count, 1024)):
+            pass
         taken: list[tuple[I64, I64]] = []
         while count and self._known:
-            shards, rows = self._known.popleft()
-            if len(rows) > count:
-                self._known.appendleft((shards[count:], rows[count:]))
-                shards, rows = shards[:count], rows[:count]
-            taken.append((shards, rows))
-            count -= len(rows)
-            self._taken += len(rows)
+            head = self._known[0]
+            stop = min(head.taken + count, len(head.rows))
+            taken.append((head.shards[head.taken : stop], head.rows[head.taken : stop]))
+            count -= stop - head.taken
+            self.taken += stop - head.taken
+            head.taken = stop
+            if stop == len(head.rows):
+                self._forget(self._known.popleft())
+        if not taken:
+            return np.empty(0, np.int64), np.empty(0, np.int64)
         return np.concatenate([s for s, _ in taken]), np.concatenate([r for _, r in taken])
 
-    def shards(self) -> list[I64]:
-        """Shards of the rows that are known and not taken, in order."""
-        return [shards for shards, _ in self._known]
+    def _forget(self, stretch: _Stretch) -> None:
+        for shard in stretch.distinct:
+            self._uses[shard] -= 1
+            if not self._uses[shard]:
+                del self._uses[shard]
+
+    def shards(self, most: int) -> list[int]:
+        """Shards of the rows that are known and not taken, first needed first, at most ``most``."""
+        found: dict[int, None] = {}
+        for stretch in self._known:
+            found.update(dict.fromkeys(stretch.distinct))
+            if len(found) >= most:
+                break
+        return list(found)[:most]
