@@ -1,21 +1,26 @@
 """Books of an epoch: checking what ranks report, and adding the ranks' books up. Pure.
 
 Counts are positions: rows taken of a lane since the epoch began, whichever generation took them. So books of one
-generation cover, per lane, the rows from its start point to what it handed out.
+generation cover, per lane, the rows from its start point to what it handed out. In dynamic order a rank has one lane, and
+the pool knows which rows those are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from manifests import cursor
 from manifests.errors import ProtocolError
 from manifests.plan import lane_sizes
+from manifests.ranges import Ranges
 from manifests.wire import messages as m
 
+from .pool import Pool, merged, taken_before
 from .records import EpochRecord, GenerationRecord, RankEpochRecord
 
 I64 = npt.NDArray[np.int64]
@@ -72,15 +77,14 @@ def quota_end(settings: m.JobSettings, sizes: I64, start: I64) -> I64:
     return end
 
 
-def check_progress(generation: GenerationRecord, rank: int, progress: m.EpochProgress) -> None:
-    """Raise ``ProtocolError`` for books that cannot be this rank's."""
-    lanes = generation.settings.lanes or 1
-    own = slice(rank, lanes, generation.settings.world_size)
-    sizes = sizes_of(generation)[own]
-    start = start_counts(generation, progress.epoch)[own]
+def check_progress(
+    generation: GenerationRecord, rank: int, progress: m.EpochProgress, pool: Pool | None = None
+) -> None:
+    """Raise ``ProtocolError`` for books that cannot be this rank's. ``pool``: of the epoch, in dynamic order."""
     what = f"books of rank {rank}, epoch {progress.epoch} of job {generation.job}"
     if progress.epoch < generation.start.epoch:
         raise ProtocolError(what, cause=f"the generation starts at epoch {generation.start.epoch}")
+    start, sizes = _bounds(generation, rank, progress.epoch, pool)
     if len(progress.handed) != len(sizes) or len(progress.acked) != len(sizes):
         raise ProtocolError(
             what, cause=f"{len(progress.handed)} and {len(progress.acked)} counts for {len(sizes)} lanes"
@@ -96,6 +100,21 @@ def check_progress(generation: GenerationRecord, rank: int, progress: m.EpochPro
         raise ProtocolError(
             what, cause=f"{len(progress.skipped)} skipped rows; at most {MAX_SKIPPED} per epoch and rank are kept"
         )
+    if Ranges.decode(progress.acked_quarantined) - Ranges.decode(progress.quarantined):
+        raise ProtocolError(what, cause="rows in quarantine were acknowledged but not passed over")
+
+
+def _bounds(generation: GenerationRecord, rank: int, epoch: int, pool: Pool | None) -> tuple[I64, I64]:
+    """Lowest and highest counts that the rank can have: int64 [own lanes], in dynamic order [1]."""
+    if generation.settings.order == "dynamic":
+        held = pool.lanes.get(rank) if pool is not None else None
+        if held is not None:
+            return np.array([held.begun]), np.array([held.lane.certain if held.ended is None else held.ended])
+        lanes = generation.start.lanes if epoch == generation.start.epoch else ()
+        place = next((found.place for found in lanes if found.rank == rank), 0)
+        return np.array([0]), np.array([place])
+    own = slice(rank, generation.settings.lanes, generation.settings.world_size)
+    return start_counts(generation, epoch)[own], sizes_of(generation)[own]
 
 
 def is_late(old: m.EpochProgress, new: m.EpochProgress) -> bool:
@@ -130,29 +149,38 @@ def _replace_skipped(progress: m.EpochProgress, skipped: tuple[m.SkippedRow, ...
     return m.EpochProgress(**{**fields, "skipped": skipped})
 
 
-def fold(generation: GenerationRecord, epoch: int, ranks: Mapping[int, RankEpochRecord]) -> EpochRecord:
-    """Books of all ranks of an epoch added up. A rank without books stands at the start point, unfinished."""
-    settings = generation.settings
-    sizes = sizes_of(generation)
-    handed = start_counts(generation, epoch).copy()
-    acked = handed.copy()
+def fold(
+    generation: GenerationRecord,
+    epoch: int,
+    ranks: Mapping[int, RankEpochRecord],
+    pool: Pool | None = None,
+    away: Collection[int] = (),
+) -> EpochRecord:
+    """Books of all ranks of an epoch added up. A rank without books stands at the start point, unfinished.
+
+    Args:
+        pool: dynamic order: of the epoch, None if nobody asked for rows of it.
+        away: ranks that will not come back to this epoch (elastic jobs).
+    """
     books = [ranks[rank].progress for rank in sorted(ranks)]
-    for rank in sorted(ranks):
-        handed[rank :: settings.world_size] = ranks[rank].progress.handed
-        acked[rank :: settings.world_size] = ranks[rank].progress.acked
     ids = [np.frombuffer(ranks[rank].skipped_ids, "<i8") for rank in sorted(ranks)]
     acked_ids = [found[: book.acked_skipped] for found, book in zip(ids, books)]
     later_ids = [found[book.acked_skipped :] for found, book in zip(ids, books)]
-    full = bool((acked == sizes).all())
-    states = {rank: ranks[rank].progress.state if rank in ranks else "open" for rank in range(settings.world_size)}
-    return EpochRecord(
+    states = {}
+    for rank in range(generation.settings.world_size):
+        if rank in ranks:
+            state = ranks[rank].progress.state
+            states[rank] = "abandoned" if state == "open" and rank in away else state
+        else:
+            states[rank] = "finished" if rank in away else "open"
+    quarantined = merged(Ranges.decode(book.quarantined) for book in books)
+    acked_quarantined = merged(Ranges.decode(book.acked_quarantined) for book in books)
+    book = EpochRecord(
         job=generation.job,
         generation=generation.number,
         epoch=epoch,
         step=max((book.step for book in books), default=0),
         acked_step=max((book.acked_step for book in books), default=0),
-        handed=() if full else tuple(handed.tolist()),
-        acked=() if full else tuple(acked.tolist()),
         unfinished=tuple(rank for rank, state in states.items() if state == "open"),
         abandoned=tuple(rank for rank, state in states.items() if state == "abandoned"),
         source=_add([book.source for book in books]),
@@ -163,6 +191,96 @@ def fold(generation: GenerationRecord, epoch: int, ranks: Mapping[int, RankEpoch
         acked_skipped=sum(book.acked_skipped for book in books),
         padded=sum(book.padded for book in books),
         unbalanced=tuple(item for book in books for item in book.unbalanced)[:KEPT_UNBALANCED],
+        quarantined=quarantined.encode(),
+        acked_quarantined=acked_quarantined.encode(),
+        carried=_add_carried(item for book in books for item in book.carried),
+        **_positions(generation, epoch, ranks, pool),
+    )
+    return book if pool is None or pool.book is None else add(pool.book, book)
+
+
+def _positions(
+    generation: GenerationRecord, epoch: int, ranks: Mapping[int, RankEpochRecord], pool: Pool | None
+) -> dict[str, Any]:
+    """The fields of a folded book that say which rows were taken."""
+    if generation.settings.order == "dynamic":
+        before = taken_before(generation, epoch)
+        out, done = pool.taken(ranks) if pool is not None else (before, before)
+        if len(done) == generation.rows:
+            return {"whole": True}
+        away = pool.away.encode() if pool is not None else b""
+        return {"handed_ranges": out.encode(), "acked_ranges": done.encode(), "away": away}
+    world = generation.settings.world_size
+    handed = start_counts(generation, epoch).copy()
+    acked = handed.copy()
+    for rank in ranks:
+        handed[rank::world] = ranks[rank].progress.handed
+        acked[rank::world] = ranks[rank].progress.acked
+    if (acked == sizes_of(generation)).all():
+        return {}
+    return {"handed": tuple(handed.tolist()), "acked": tuple(acked.tolist())}
+
+
+def acknowledged_only(generation: GenerationRecord, record: RankEpochRecord) -> EpochRecord:
+    """Books of a rank that is gone: what it acknowledged counts, the rest it had handed out was rewound."""
+    book = record.progress
+    done = [(item.handed_out.count - item.acknowledged.count) for item in book.carried]
+    ids = np.frombuffer(record.skipped_ids, "<i8")[: book.acked_skipped]
+    return EpochRecord(
+        job=generation.job,
+        generation=generation.number,
+        epoch=record.epoch,
+        step=book.acked_step,
+        acked_step=book.acked_step,
+        source=book.acknowledged,
+        handed_out=book.acknowledged,
+        acknowledged=book.acknowledged,
+        skipped=book.skipped[: book.acked_skipped],
+        skipped_ids=ids.tobytes(),
+        acked_skipped=book.acked_skipped,
+        quarantined=book.acked_quarantined,
+        acked_quarantined=book.acked_quarantined,
+        carried=tuple(
+            m.CarriedSum(epoch=item.epoch, handed_out=item.acknowledged, acknowledged=item.acknowledged)
+            for item in book.carried
+        ),
+        rewound=book.handed_out.count - book.acknowledged.count + sum(done),
+    )
+
+
+def add(gone: EpochRecord, book: EpochRecord) -> EpochRecord:
+    """``book`` with the books of ranks that are gone added to it."""
+    mine, old = np.frombuffer(book.skipped_ids, "<i8"), np.frombuffer(gone.skipped_ids, "<i8")
+    quarantined = Ranges.decode(gone.quarantined) | Ranges.decode(book.quarantined)
+    acked_quarantined = Ranges.decode(gone.acked_quarantined) | Ranges.decode(book.acked_quarantined)
+    return msgspec.structs.replace(
+        book,
+        step=max(gone.step, book.step),
+        acked_step=max(gone.acked_step, book.acked_step),
+        source=_add([gone.source, book.source]),
+        handed_out=_add([gone.handed_out, book.handed_out]),
+        acknowledged=_add([gone.acknowledged, book.acknowledged]),
+        skipped=(*gone.skipped, *book.skipped)[:KEPT_SKIPPED],
+        skipped_ids=np.concatenate([old, mine]).astype("<i8").tobytes(),
+        acked_skipped=gone.acked_skipped + book.acked_skipped,
+        quarantined=quarantined.encode(),
+        acked_quarantined=acked_quarantined.encode(),
+        carried=_add_carried((*gone.carried, *book.carried)),
+        rewound=gone.rewound + book.rewound,
+    )
+
+
+def _add_carried(items: Iterable[m.CarriedSum]) -> tuple[m.CarriedSum, ...]:
+    by_epoch: dict[int, list[m.CarriedSum]] = {}
+    for item in items:
+        by_epoch.setdefault(item.epoch, []).append(item)
+    return tuple(
+        m.CarriedSum(
+            epoch=epoch,
+            handed_out=_add([item.handed_out for item in found]),
+            acknowledged=_add([item.acknowledged for item in found]),
+        )
+        for epoch, found in sorted(by_epoch.items())
     )
 
 
@@ -178,3 +296,13 @@ def handed_counts(generation: GenerationRecord, book: EpochRecord) -> I64:
 def acked_counts(generation: GenerationRecord, book: EpochRecord) -> I64:
     """Rows taken per lane by what was acknowledged, int64 [lanes]."""
     return np.asarray(book.acked, np.int64) if book.acked else sizes_of(generation)
+
+
+def handed_ranges(generation: GenerationRecord, book: EpochRecord) -> Ranges:
+    """Dynamic order: plan positions handed out since the epoch began."""
+    return Ranges.of([(0, generation.rows)]) if book.whole else Ranges.decode(book.handed_ranges)
+
+
+def acked_ranges(generation: GenerationRecord, book: EpochRecord) -> Ranges:
+    """Dynamic order: plan positions acknowledged since the epoch began."""
+    return Ranges.of([(0, generation.rows)]) if book.whole else Ranges.decode(book.acked_ranges)

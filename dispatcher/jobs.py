@@ -13,11 +13,14 @@ One row per situation of the asking rank, first match wins; "gone" means closed,
     rank not joined, settings and start equal                       joins
     rank not joined, anything differs                               JobMismatch with the differences
 
-A new generation fences every member of the old one: what they send gets ``Fenced``.
+In an elastic job in which others live a rank whose holder is gone joins again instead of opening a new generation, in a
+lane of its own (``elastic.py``), and is refused with ``JobMismatch`` if its settings or start differ; the old holder is
+fenced. A new generation fences every member of the old one: what they send gets ``Fenced``.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable
 
@@ -26,7 +29,7 @@ import msgspec
 from manifests.errors import ConfigError, FeedlineError, Fenced, JobBusy, JobMismatch
 from manifests.wire import messages as m
 
-from . import books, events, records, starts
+from . import events, marks, records, starts
 from .effects import Outbox
 from .job import KEPT_EPOCHS, KEPT_GENERATIONS, Job, Liveness
 
@@ -34,6 +37,8 @@ from .job import KEPT_EPOCHS, KEPT_GENERATIONS, Job, Liveness
 KEPT_MS = 7 * 24 * 3600 * 1000
 #: the record's time of last use is renewed when it is older than this, ms
 USED_STEP_MS = 3600 * 1000
+#: silent ranks told of in one answer
+MAX_SILENT = 16
 
 
 class Jobs:
@@ -45,6 +50,8 @@ class Jobs:
         self.by_name: dict[str, Job] = {}
         #: called with a job whose assignments are about to be dropped
         self.on_release: Callable[[Job], None] = lambda job: None
+        #: called with a rank of an elastic job that is gone, and why
+        self.on_gone: Callable[[Job, int, str], None] = lambda job, rank, why: None
 
     # -- opening
 
@@ -53,18 +60,24 @@ class Jobs:
         starts.check_open(event)
         job = self.by_name.get(ask.job)
         if job is None:
-            self._new_generation(event, None)
+            self._new_generation(self._completed(event, None), None)
             return
         alive = {r for r in job.members if self._lives(job, r, event)}
         member = job.members.get(ask.rank)
         same_holder = member is not None and member.holder.uid == ask.holder.uid
         if member is not None and same_holder and not member.left and member.nonce == ask.nonce:
+            self._check_not_gone(job, member)
             job.liveness[ask.rank] = Liveness(event.at)
             self._answer(event, job)
-        elif not alive or (same_holder and member is not None):
+            return
+        event = self._completed(event, job)
+        ask = event.message
+        if not alive or (same_holder and member is not None and not member.gone):
             self._new_generation(event, job)
         elif member is not None and ask.rank in alive:
             raise self._busy(event, job, member)
+        elif member is not None and job.is_elastic:
+            self._take_again(event, job, member, alive)
         elif member is not None:
             if job.current.granted or job.ranks or self._differences(job, ask):
                 self._new_generation(event, job)
@@ -79,6 +92,38 @@ class Jobs:
         else:
             self._join(event, job)
             self._answer(event, job)
+
+    def _completed(self, event: events.JobOpenRequested, job: Job | None) -> events.JobOpenRequested:
+        """The open with what its start point lacks taken from marks, and its lanes as generations keep them."""
+        ask = event.message
+        start = ask.start
+        if start.kind != "checkpoint":
+            return event
+        settings = starts.resolve_settings(event, job, start)
+        start = marks.complete(self.by_name.get(start.job or ask.job), start, settings, event.rows)
+        start = starts.normal(start, settings, event.rows)
+        return dataclasses.replace(event, message=msgspec.structs.replace(ask, start=start))
+
+    def _take_again(
+        self, event: events.JobOpenRequested, job: Job, member: records.MemberRecord, alive: set[int]
+    ) -> None:
+        """A rank of an elastic job, whose holder is gone, gets another one while others go on."""
+        ask = event.message
+        differences = starts.setting_differences(job.current.settings, ask.settings)
+        start = ask.start
+        same_line = start.kind == "checkpoint" and (start.job or job.name, start.generation) == (
+            job.name,
+            job.record.generation,
+        )
+        if not (start.kind == "latest" or same_line):
+            differences += starts.start_differences(job.current, start)
+        if differences:
+            raise self._mismatch(job, ask, differences, alive)
+        if not member.gone:
+            self.on_gone(job, ask.rank, "is gone and was started again")
+        self._join(event, job, tenure=member.tenure + 1)
+        job.catch_up(ask.rank)
+        self._answer(event, job)
 
     def _lives(self, job: Job, rank: int, event: events.JobOpenRequested) -> bool:
         return job.is_live(rank, event.at, self.lease) and job.members[rank].holder.uid not in event.message.dead
@@ -121,11 +166,12 @@ class Jobs:
         ask = event.message
         start, latest, warning = ask.start, ask.start.kind == "latest", ""
         if latest:
-            start = starts.latest(job) if job is not None else m.StartPoint(kind="fresh")
+            start = m.StartPoint(kind="fresh") if job is None else starts.latest(job, ask.settings.world_size)
         settings = starts.resolve_settings(event, job, start)
         if latest and start.kind != "fresh" and job is not None:
             starts.check_identity(job, ask.settings)
         starts.check_start(start, settings, event.rows)
+        start = starts.normal(start, settings, event.rows)
         # a loader that goes to another epoch by itself knows what it leaves
         member = job.members.get(ask.rank) if job is not None else None
         itself = member is not None and member.holder.uid == ask.holder.uid
@@ -175,17 +221,20 @@ class Jobs:
         """Fold all books of the current generation and forget who held it."""
         self.on_release(job)
         generation = job.current
-        for epoch, ranks in job.ranks.items():
-            if ranks:
-                job.folded[generation.number, epoch] = book = books.fold(generation, epoch, ranks)
-                self._out.put(book)
+        for epoch in job.unfolded():
+            job.folded[generation.number, epoch] = book = job.folding(epoch)
+            self._out.put(book)
         for ranks in job.ranks.values():
             for rank_record in ranks.values():
                 self._out.delete(rank_record.key)
+        for pool in job.pools.values():
+            for rank in pool.lanes:
+                self._out.delete(pool.lane_record(rank).key)
+            self._out.delete(pool.record().key)
         for rank, member in job.members.items():
             self._out.delete(member.key)
             self._out.delete(records.AssignmentRecord(job=job.name, generation=generation.number, rank=rank).key)
-        job.members, job.assignments, job.liveness, job.ranks = {}, {}, {}, {}
+        job.members, job.assignments, job.liveness, job.ranks, job.pools = {}, {}, {}, {}, {}
 
     def _prune(self, job: Job) -> None:
         """Keep the last generations and folded epochs only."""
@@ -198,10 +247,15 @@ class Jobs:
         for place in sorted(job.folded)[:-KEPT_EPOCHS]:
             self._out.delete(job.folded.pop(place).key)
 
-    def _join(self, event: events.JobOpenRequested, job: Job) -> None:
+    def _join(self, event: events.JobOpenRequested, job: Job, tenure: int = 0) -> None:
         ask = event.message
         member = records.MemberRecord(
-            job=job.name, generation=job.record.generation, rank=ask.rank, holder=ask.holder, nonce=ask.nonce
+            job=job.name,
+            generation=job.record.generation,
+            rank=ask.rank,
+            holder=ask.holder,
+            nonce=ask.nonce,
+            tenure=tenure,
         )
         job.members[ask.rank] = member
         job.liveness[ask.rank] = Liveness(event.at)
@@ -251,10 +305,32 @@ class Jobs:
         if member is None or member.holder.uid != holder:
             who = f"process {member.holder.pid} on {member.holder.host} holds it" if member else "it has not joined"
             raise Fenced(f"rank {rank} of job {name} is not held by this loader", cause=who, detail={"generation": now})
+        self._check_not_gone(job, member)
         if not member.left:
             live = job.liveness.setdefault(rank, Liveness(at))
             live.heard = max(live.heard, at)
         return job
+
+    def _check_not_gone(self, job: Job, member: records.MemberRecord) -> None:
+        if member.gone:
+            raise Fenced(
+                f"rank {member.rank} of job {job.name} was silent for longer than its lease",
+                cause=f"the lease is {self.lease:g} s; its rows were given to the other ranks",
+                remedy="this loader is final; make a new one, it joins the running job",
+                detail={"generation": job.record.generation},
+            )
+
+    def silent(self, job: Job, at: float) -> tuple[m.SilentRank, ...]:
+        """Ranks whose lease is over though they did not close, longest first, at most 16. Not those of elastic jobs that
+        are gone: their rows are with others, so nobody waits for them."""
+        found = []
+        for rank, member in job.members.items():
+            live = job.liveness.get(rank)
+            if live is not None and not member.left and not member.gone and at - live.heard > self.lease:
+                silent_ms = round((at - live.heard) * 1000)
+                holder = member.holder
+                found.append(m.SilentRank(rank=rank, silent_ms=silent_ms, host=holder.host, pid=holder.pid))
+        return tuple(sorted(found, key=lambda item: (-item.silent_ms, item.rank))[:MAX_SILENT])
 
     def leave(self, job: Job, rank: int) -> None:
         """The holder gives its rank back."""
@@ -280,16 +356,29 @@ class Jobs:
     # -- time and loading
 
     def on_time(self, at: float, now_ms: int) -> None:
+        for job in self.by_name.values():
+            if job.is_elastic:
+                self._bury_silent(job, at)
         for name, job in list(self.by_name.items()):
             if now_ms - job.record.used_ms > KEPT_MS and not job.any_live(at, self.lease):
                 self._end_generation(job)
-                for record in (*job.folded.values(), *job.quarantine.values()):
+                marked = [record for found in job.marks.values() for record in found.values()]
+                kept: list[records.EpochRecord | records.QuarantineRecord | records.MarkRecord] = [*marked]
+                kept += [*job.folded.values(), *job.quarantine.values()]
+                for record in kept:
                     self._out.delete(record.key)
                 for generation in job.generations.values():
                     self._out.delete(generation.key)
                 self._out.delete(job.record.key)
                 del self.by_name[name]
                 self._out.log(logging.INFO, f"job {name} ended more than 7 days ago and was removed")
+
+    def _bury_silent(self, job: Job, at: float) -> None:
+        """Ranks of an elastic job whose lease is over are gone, while another one lives."""
+        alive = {rank for rank in job.members if job.is_live(rank, at, self.lease)}
+        for rank, member in list(job.members.items()):
+            if alive and rank not in alive and not member.left and not member.gone:
+                self.on_gone(job, rank, f"was silent for longer than its lease of {self.lease:g} s")
 
 
 def _holder(member: records.MemberRecord) -> dict[str, object]:

@@ -96,7 +96,9 @@ class GenerationRecord(Record, frozen=True, kw_only=True, tag="generation"):
 
 
 class MemberRecord(Record, frozen=True, kw_only=True, tag="member"):
-    """A rank that joined. ``left``: its holder closed. ``nonce``: of the open that made it join."""
+    """A rank that joined. ``left``: its holder closed. ``nonce``: of the open that made it join. Elastic jobs: ``gone``:
+    its lease was over and its rows went to others, so the holder is fenced; ``tenure``: holders it had before this one in
+    this generation."""
 
     job: str
     generation: int
@@ -104,6 +106,8 @@ class MemberRecord(Record, frozen=True, kw_only=True, tag="member"):
     holder: m.Holder
     nonce: str
     left: bool = False
+    gone: bool = False
+    tenure: int = 0
 
     @property
     def key(self) -> str:
@@ -165,10 +169,53 @@ class RankEpochRecord(Record, frozen=True, kw_only=True, tag="rank-epoch"):
         return f"jobs/{self.job}/generations/{self.generation}/epochs/{self.epoch}/ranks/{self.rank}"
 
 
+class EpochRecord(Record, frozen=True, kw_only=True, tag="epoch"):
+    """Books of all ranks in one epoch of one generation, added up.
+
+    ``handed``/``acked``: rows taken per lane of all lanes; () when every lane was taken to its end. ``unfinished``
+    and ``abandoned``: ranks in that state; all others finished. ``skipped_ids``: acknowledged ones first.
+    """
+
+    job: str
+    generation: int
+    epoch: int
+    step: int = 0
+    acked_step: int = 0
+    handed: tuple[int, ...] = ()
+    acked: tuple[int, ...] = ()
+    unfinished: tuple[int, ...] = ()
+    abandoned: tuple[int, ...] = ()
+    source: m.IdSum = m.IdSum()
+    handed_out: m.IdSum = m.IdSum()
+    acknowledged: m.IdSum = m.IdSum()
+    skipped: tuple[m.SkippedRow, ...] = ()
+    skipped_ids: bytes = b""
+    acked_skipped: int = 0
+    padded: int = 0
+    unbalanced: tuple[m.ShardSum, ...] = ()
+    #: sample ids passed over because of quarantine (``manifests.ranges``)
+    quarantined: bytes = b""
+    acked_quarantined: bytes = b""
+    carried: tuple[m.CarriedSum, ...] = ()
+    #: dynamic order: plan positions handed out / acknowledged since the epoch began; left out when ``whole``: all of them
+    handed_ranges: bytes = b""
+    acked_ranges: bytes = b""
+    whole: bool = False
+    #: dynamic order: positions carried over into a later epoch
+    away: bytes = b""
+    #: dynamic order: rows that elastic ranks had handed out and not acknowledged when they died
+    rewound: int = 0
+
+    @property
+    def key(self) -> str:
+        return f"jobs/{self.job}/generations/{self.generation}/epochs/{self.epoch}"
+
+
 class PoolRecord(Record, frozen=True, kw_only=True, tag="pool"):
     """Dynamic order: what of an epoch no rank was granted. ``free``: plan positions (``manifests.ranges``); ``carried``:
-    pieces of earlier epochs to hand out first (``manifests.granted``), ``carried_in``: all that ever were; ``settled``:
-    positions handed out for good by lanes that are no more; ``floor`` holds for ``floor_step`` steps."""
+    pieces of earlier epochs to hand out first (``manifests.granted``); ``carried_in``: all of them that are not settled;
+    ``settled``: positions handed out for good, before the generation or by lanes that are no more, and ``book``: the books
+    of those lanes; ``away``: positions carried over into a later epoch; ``floor`` holds for ``floor_step`` steps."""
 
     job: str
     generation: int
@@ -177,8 +224,10 @@ class PoolRecord(Record, frozen=True, kw_only=True, tag="pool"):
     carried: bytes = b""
     carried_in: bytes = b""
     settled: bytes = b""
+    away: bytes = b""
     floor: int = 0
     floor_step: int = 0
+    book: EpochRecord | None = None
 
     @property
     def key(self) -> str:
@@ -186,16 +235,16 @@ class PoolRecord(Record, frozen=True, kw_only=True, tag="pool"):
 
 
 class LaneRecord(Record, frozen=True, kw_only=True, tag="lane"):
-    """Dynamic order: the lane of one rank in one epoch. ``quota``: rows it may have since it began, None: no limit;
-    ``begun``: its place at the start of the generation; ``tenure``: holders of this rank before, in this generation."""
+    """Dynamic order: the lane of one rank in one epoch; ``lane.place``: where it began in this generation. ``limit``: rows
+    it may have since its beginning, None: no quota; ``ended``: the place at which its rank left, so that others have the
+    rows after it."""
 
     job: str
     generation: int
     epoch: int
     lane: m.LaneGrants
-    quota: int | None = None
-    begun: int = 0
-    tenure: int = 0
+    limit: int | None = None
+    ended: int | None = None
 
     @property
     def key(self) -> str:
@@ -226,45 +275,6 @@ class MarkRecord(Record, frozen=True, kw_only=True, tag="mark"):
     @property
     def key(self) -> str:
         return f"jobs/{self.job}/marks/{self.generation}/{self.mark.epoch}/{self.mark.step}/{self.rank}"
-
-
-class EpochRecord(Record, frozen=True, kw_only=True, tag="epoch"):
-    """Books of all ranks in one epoch of one generation, added up.
-
-    ``handed``/``acked``: rows taken per lane of all lanes; () when every lane was taken to its end. ``unfinished``
-    and ``abandoned``: ranks in that state; all others finished. ``skipped_ids``: acknowledged ones first.
-    """
-
-    job: str
-    generation: int
-    epoch: int
-    step: int = 0
-    acked_step: int = 0
-    handed: tuple[int, ...] = ()
-    acked: tuple[int, ...] = ()
-    unfinished: tuple[int, ...] = ()
-    abandoned: tuple[int, ...] = ()
-    source: m.IdSum = m.IdSum()
-    handed_out: m.IdSum = m.IdSum()
-    acknowledged: m.IdSum = m.IdSum()
-    skipped: tuple[m.SkippedRow, ...] = ()
-    skipped_ids: bytes = b""
-    acked_skipped: int = 0
-    padded: int = 0
-    unbalanced: tuple[m.ShardSum, ...] = ()
-    #: sample ids passed over because of quarantine (``manifests.ranges``)
-    quarantined: bytes = b""
-    acked_quarantined: bytes = b""
-    carried: tuple[m.CarriedSum, ...] = ()
-    #: dynamic order: plan positions handed out / acknowledged since the epoch began, b"": all of them
-    handed_ranges: bytes = b""
-    acked_ranges: bytes = b""
-    #: dynamic order: rows that elastic ranks had handed out and not acknowledged when they died
-    rewound: int = 0
-
-    @property
-    def key(self) -> str:
-        return f"jobs/{self.job}/generations/{self.generation}/epochs/{self.epoch}"
 
 
 Stored = (

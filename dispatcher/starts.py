@@ -8,14 +8,17 @@ import msgspec
 import numpy as np
 
 from manifests.cursor import default_lanes, divisors
-from manifests.errors import ConfigError, StateMismatch, UnknownDataset
+from manifests.errors import ConfigError, ProtocolError, StateMismatch, UnknownDataset
+from manifests.granted import Lane, decode_pieces, window_rows
 from manifests.identity import check_name
 from manifests.plan import lane_sizes
+from manifests.ranges import Ranges
 from manifests.wire import messages as m
 
 from . import books
 from .events import JobOpenRequested
 from .job import Job
+from .pool import encode_stretches, has_quotas, left_rows, union, without
 from .records import GenerationRecord
 
 #: settings that make a position mean something; a resume may change all others
@@ -36,10 +39,19 @@ def check_open(event: JobOpenRequested) -> None:
         raise ConfigError(f"epochs {settings.epochs} is not above zero", remedy="None goes on for ever")
     if settings.lanes is not None and settings.lanes < 1:
         raise ConfigError(f"lanes {settings.lanes} is not above zero")
-    if settings.order != "deterministic" or settings.elastic or settings.audit or len(settings.sources) != 1:
+    if len(settings.sources) != 1:
+        raise ConfigError(f"job {ask.job} asks for a mix of datasets", cause="they come later")
+    if settings.elastic and settings.order != "dynamic":
         raise ConfigError(
-            f"job {ask.job} asks for something that is not there yet",
-            cause="dynamic order, elastic jobs, audit=True and mixes come later",
+            f"job {ask.job} is elastic in deterministic order",
+            cause="there a rank's rows are its own, so nobody can take over those of one that died",
+            remedy="order='dynamic', or elastic=False",
+        )
+    if settings.elastic and settings.tail == "drop":
+        raise ConfigError(
+            f"job {ask.job} is elastic with tail 'drop'",
+            cause="ranks of an elastic job take rows until there are none, so nothing can be dropped by rule",
+            remedy="tail='ragged', or elastic=False",
         )
     if not ask.holder.uid or not ask.nonce:
         raise ConfigError(f"job {ask.job} was opened without a holder or a nonce")
@@ -85,39 +97,123 @@ def resolve_settings(event: JobOpenRequested, job: Job | None, start: m.StartPoi
 def check_start(start: m.StartPoint, settings: m.JobSettings, rows: int) -> None:
     """Raise ``StateMismatch`` for a checkpoint that does not fit the settings and the data, ``ConfigError`` for a fresh
     start that is not the beginning of an epoch."""
-    if start.kind == "fresh" and (start.epoch < 0 or start.step or any(start.taken)):
+    if start.kind == "fresh" and (start.epoch < 0 or start.step or start.inside or start.lanes or start.carried):
         raise ConfigError(
             f"a fresh start at epoch {start.epoch} step {start.step}",
             cause="it must be the beginning of an epoch, 0 or later",
         )
     if start.kind != "checkpoint":
         return
+    if start.epoch < 0 or start.step < 0:
+        raise _outside(f"epoch {start.epoch}, step {start.step}")
+    if settings.order == "dynamic":
+        _check_dynamic(start, settings, rows)
+        return
+    if start.ranges or start.lanes or start.carried:
+        raise StateMismatch("the state is one of a job in dynamic order", cause="this job's order is deterministic")
     lanes = settings.lanes or 1
     if len(start.taken) != lanes:
         raise StateMismatch(
             f"the state has counts for {len(start.taken)} lanes", cause=f"the job has {lanes}", detail={"lanes": lanes}
         )
     taken = np.asarray(start.taken, np.int64)
-    if start.epoch < 0 or start.step < 0 or (taken < 0).any() or (taken > lane_sizes(rows, lanes)).any():
+    if (taken < 0).any() or (taken > lane_sizes(rows, lanes)).any():
+        raise _outside(f"{int(taken.sum())} rows taken in {lanes} lanes, the dataset has {rows} rows")
+
+
+def _outside(cause: str) -> StateMismatch:
+    return StateMismatch("the state's position is not inside an epoch of this dataset", cause=cause)
+
+
+def _check_dynamic(start: m.StartPoint, settings: m.JobSettings, rows: int) -> None:
+    if start.taken:
+        raise StateMismatch("the state is one of a job in deterministic order", cause="this job's order is dynamic")
+    whole, taken = Ranges.of([(0, rows)]), Ranges.decode(start.ranges)
+    if taken - whole:
+        raise _outside(f"rows up to {int(taken.bounds[-1, 1])} were taken, the dataset has {rows} rows")
+    held = Ranges.of([])
+    for grants in start.lanes:
+        lane = restore(grants, settings, start, rows)
+        own = Ranges.of((p.start, p.stop) for p in lane.pieces if p.epoch == start.epoch)
+        unread = Ranges.of((a, b) for e, a, b in lane.remaining(grants.place) if e == start.epoch)
+        fits = lane.dropped <= grants.place <= lane.certain and not own & held and not own - whole
+        if not fits or unread & taken or lane.left(grants.place) - taken:
+            raise _outside(f"the lane of rank {grants.rank} does not fit the rows taken")
+        held |= own
+    carried = decode_pieces(start.carried)
+    if any(p.epoch >= start.epoch or p.stop > rows for p in carried):
+        raise _outside("rows are carried over from no earlier epoch")
+    if carried and not settings.elastic:
         raise StateMismatch(
-            "the state's position is not inside an epoch of this dataset",
-            cause=f"{int(taken.sum())} rows taken in {lanes} lanes, the dataset has {rows} rows",
+            f"the state carries {sum(map(len, carried))} rows of earlier epochs over into epoch {start.epoch}",
+            cause="only elastic jobs hand such rows out",
+            remedy="resume with elastic=True, or start at the next epoch",
         )
 
 
-def latest(job: Job) -> m.StartPoint:
+def restore(grants: m.LaneGrants, settings: m.JobSettings, start: m.StartPoint, rows: int) -> Lane:
+    """A lane of a start point. Raises ``StateMismatch`` for one that cannot be."""
+    window = window_rows(settings.shuffle, rows, start.world_size or settings.world_size)
+    try:
+        return Lane.restore(grants, seed=settings.seed or 0, epoch=start.epoch, window=window)
+    except ProtocolError as error:
+        raise StateMismatch(f"the lane of rank {grants.rank} in the state is damaged", cause=str(error)) from None
+
+
+def normal(start: m.StartPoint, settings: m.JobSettings, rows: int) -> m.StartPoint:
+    """The start point as generations keep it: with lanes only where all ranks can go on with theirs.
+
+    They cannot when the world size changed, when a lane has more rows than its rank may still hand out (ranks stood
+    unevenly, close to the end of the epoch), or in an elastic job, where another holder may take a rank's place: then what
+    they had not handed out is in the pool.
+    """
+    if settings.order != "dynamic" or start.kind != "checkpoint" or not start.lanes:
+        return start
+    world = settings.world_size
+    lanes = tuple(sorted(start.lanes, key=lambda grants: grants.rank))
+    usable = not settings.elastic and start.world_size in (0, world) and [grants.rank for grants in lanes] == list(range(world))
+    if usable and has_quotas(settings):
+        quotas = lane_sizes(rows - len(Ranges.decode(start.ranges)), world).tolist()
+        lengths = [grants.dropped + sum(map(len, decode_pieces(grants.pieces))) for grants in lanes]
+        usable = all(length <= grants.place + quotas[grants.rank] for length, grants in zip(lengths, lanes))
+    return msgspec.structs.replace(start, lanes=lanes if usable else ())
+
+
+def latest(job: Job, world_size: int) -> m.StartPoint:
     """The start point the record stands for: rows acknowledged in the lowest epoch that is not over for all ranks.
 
-    A rank that is through with that epoch has taken everything of its lanes there.
+    A rank that is through with that epoch has taken everything of its lanes there. ``world_size``: of the generation to
+    come; with the present one lanes of the dynamic order go on.
     """
     if not job.has_progress():
         return m.StartPoint(kind="fresh")
     generation = job.current
     settings, epoch = generation.settings, job.open_epoch()
     start = generation.start
+    step = start.step if epoch == start.epoch else 0
+    for record in job.ranks.get(epoch, {}).values():
+        step = max(step, record.progress.acked_step)
+    first = start.first_epoch
+    if settings.epochs is not None and epoch >= first + settings.epochs:
+        first = epoch - (epoch - first) % settings.epochs
+    found = m.StartPoint(
+        kind="checkpoint",
+        epoch=epoch,
+        step=step,
+        first_epoch=first,
+        generation=generation.number,
+        job=job.name,
+        world_size=settings.world_size,
+        skip=settings.on_error == "skip",
+    )
+    position = _latest_dynamic(job, epoch, world_size) if job.is_dynamic else {"taken": _latest_taken(job, epoch)}
+    return msgspec.structs.replace(found, **position)
+
+
+def _latest_taken(job: Job, epoch: int) -> tuple[int, ...]:
+    generation, settings = job.current, job.current.settings
     sizes = books.sizes_of(generation)
     taken = books.start_counts(generation, epoch).copy()
-    step = start.step if epoch == start.epoch else 0
     for rank in range(settings.world_size):
         own = slice(rank, settings.lanes, settings.world_size)
         record = job.ranks.get(epoch, {}).get(rank)
@@ -125,22 +221,35 @@ def latest(job: Job) -> m.StartPoint:
             taken[own] = sizes[own]
         elif record is not None:
             taken[own] = record.progress.acked
-        if record is not None:
-            step = max(step, record.progress.acked_step)
-    first = start.first_epoch
-    if settings.epochs is not None and epoch >= first + settings.epochs:
-        first = epoch - (epoch - first) % settings.epochs
-    return m.StartPoint(
-        kind="checkpoint",
-        epoch=epoch,
-        step=step,
-        taken=tuple(taken.tolist()),
-        first_epoch=first,
-        generation=generation.number,
-        job=job.name,
-        world_size=settings.world_size,
-        skip=settings.on_error == "skip",
-    )
+    return tuple(taken.tolist())
+
+
+def _latest_dynamic(job: Job, epoch: int, world_size: int) -> dict[str, Any]:
+    generation, pool, ranks = job.current, job.pools.get(epoch), job.ranks.get(epoch, {})
+    start = generation.start
+    if pool is None:
+        if epoch != start.epoch:
+            return {}
+        same = world_size == job.world_size
+        return {"ranges": start.ranges, "lanes": start.lanes if same else (), "carried": start.carried}
+    lanes, carried = [], pool.carried
+    for rank in range(job.world_size):
+        held = pool.lanes.get(rank)
+        record = ranks.get(rank)
+        place = 0 if held is None else held.begun if record is None else record.progress.acked[0]
+        if held is None:
+            lanes.append(m.LaneGrants(rank=rank, number=rank))
+            continue
+        lanes.append(held.lane.grants(rank, place))
+        carried = union(carried, [s for s in without(held.own(), left_rows(held.lane, place)) if s[0] != epoch])
+    gone = any(member.gone or member.tenure for member in job.members.values())
+    ended = any(held.ended is not None for held in pool.lanes.values())
+    same = world_size == job.world_size and not gone and not ended
+    return {
+        "ranges": (pool.taken(ranks)[1]).encode(),
+        "lanes": tuple(lanes) if same else (),
+        "carried": encode_stretches(carried),
+    }
 
 
 def drop_warning(generation: GenerationRecord) -> str:
@@ -148,6 +257,8 @@ def drop_warning(generation: GenerationRecord) -> str:
     settings, start = generation.settings, generation.start
     if settings.tail != "drop" or settings.steps_per_epoch is not None or start.kind == "fresh":
         return ""
+    if settings.order == "dynamic":
+        return ""  # ranks share what is left
     sizes = books.sizes_of(generation)
     rows = sum(books.left_over(settings, sizes, books.start_counts(generation, start.epoch)))
     if rows < settings.world_size * settings.batch_size:
@@ -200,6 +311,10 @@ def start_differences(generation: GenerationRecord, asked: m.StartPoint) -> list
         found.append(
             ("taken", f"rows taken: job has {_show(list(have.taken))}, this rank asks {_show(list(asked.taken))}")
         )
+    if not found and (have.ranges, have.lanes, have.carried) != (asked.ranges, asked.lanes, asked.carried):
+        counts = [len(Ranges.decode(start.ranges)) for start in (have, asked)]
+        text = f"rows taken: job has {counts[0]} rows, this rank asks {counts[1]}"
+        found.append(("taken", text if counts[0] != counts[1] else f"{text}, but others"))
     return found
 
 

@@ -13,13 +13,15 @@ from typing import Any
 
 from manifests.errors import FeedlineError, ProtocolError
 
-from . import events, progress, records
+from . import events, marks, progress, records
 from .datasets import Datasets
 from .effects import Effect, Outbox
+from .elastic import Elastic
 from .grants import MAX_OPEN, Grants
 from .job import Job, Liveness
 from .jobs import Jobs
 from .library import Library
+from .pools import Pools
 from .workers import Workers
 
 
@@ -39,7 +41,11 @@ class State:
         self.jobs = Jobs(self._out, lease)
         self.workers = Workers(self._out, lease, lambda: self.grants.secrets())
         self.grants = Grants(self._out, self.jobs, self.workers, library)
-        self.progress = progress.Progress(self._out, self.jobs, self.grants)
+        self.pools = Pools(self._out, library)
+        self.elastic = Elastic(self._out, self.pools)
+        self.progress = progress.Progress(self._out, self.jobs, self.grants, self.pools, self.elastic)
+        self.grants.more_rows = self.pools.more_rows
+        self.jobs.on_gone = self._on_gone
         self._table: dict[type[events.Event], Callable[[Any], None]] = {
             events.KeyDrawn: self.grants.on_key,
             events.DatasetFindRequested: self.datasets.on_find,
@@ -74,6 +80,10 @@ class State:
     def _on_asked(self, event: events.Asked) -> None:
         self._out.reply(event.request, event.look(self, event))
 
+    def _on_gone(self, job: Job, rank: int, why: str) -> None:
+        self.grants.drop(job, rank, None)
+        self.elastic.bury(job, rank, why)
+
     def _on_time(self, event: events.TimePassed) -> None:
         self.workers.on_time(event.at)
         self.jobs.on_time(event.at, event.now_ms)
@@ -98,7 +108,9 @@ class State:
             elif isinstance(record, records.JobRecord):
                 self.jobs.by_name[record.name] = Job(record)
         for record in found:
-            if isinstance(record, records.GenerationRecord | records.EpochRecord | records.QuarantineRecord):
+            if isinstance(
+                record, records.GenerationRecord | records.EpochRecord | records.QuarantineRecord | records.MarkRecord
+            ):
                 job = self.jobs.by_name.get(record.job)
                 if job is None:
                     self._out.delete(record.key)
@@ -106,6 +118,8 @@ class State:
                     job.generations[record.number] = record
                 elif isinstance(record, records.QuarantineRecord):
                     job.quarantine[record.generation, record.shard.source, record.shard.shard] = record
+                elif isinstance(record, records.MarkRecord):
+                    marks.load(job, record)
                 else:
                     job.folded[record.generation, record.epoch] = record
         for job in self.jobs.by_name.values():
@@ -117,6 +131,7 @@ class State:
         for record in found:
             if isinstance(record, records.MemberRecord | records.AssignmentRecord | records.RankEpochRecord):
                 self._load_current(record, at)
+        self._load_pools(found)
         for job in self.jobs.by_name.values():
             job.recount()
         self.workers.start(at)
@@ -130,7 +145,7 @@ class State:
             self._out.delete(record.key)
         elif isinstance(record, records.MemberRecord):
             job.members[record.rank] = record
-            if not record.left:
+            if not record.left and not record.gone:
                 job.liveness[record.rank] = Liveness(at)
         elif isinstance(record, records.AssignmentRecord):
             self.grants.load(job, record)
@@ -138,6 +153,26 @@ class State:
             self._out.delete(record.key)
         else:
             progress.load_rank(job, record)
+
+    def _load_pools(self, found: list[records.Stored]) -> None:
+        lanes: dict[tuple[str, int, int], list[records.LaneRecord]] = {}
+        for record in found:
+            if isinstance(record, records.LaneRecord):
+                lanes.setdefault((record.job, record.generation, record.epoch), []).append(record)
+        for record in found:
+            if isinstance(record, records.PoolRecord):
+                mine = lanes.pop((record.job, record.generation, record.epoch), [])
+                job = self.jobs.by_name.get(record.job)
+                current = job is not None and record.generation == job.record.generation
+                if job is not None and current and (record.generation, record.epoch) not in job.folded:
+                    self.pools.load(job, record, mine)
+                else:
+                    self._out.delete(record.key)
+                    for old in mine:
+                        self._out.delete(old.key)
+        for old_lanes in lanes.values():
+            for old_lane in old_lanes:
+                self._out.delete(old_lane.key)
 
     # -- invariants
 
@@ -163,7 +198,10 @@ class State:
                 _require(len(mine) <= MAX_OPEN, f"{name}: rank {rank} has at most {MAX_OPEN} open shards")
                 for worker in mine.values():
                     loads[worker] = loads.get(worker, 0) + 1
-            for epoch in job.ranks:
+            for pool in job.pools.values():
+                pool.check()
+            _require(job.is_dynamic or not job.pools, f"{name}: pools belong to dynamic order")
+            for epoch in {*job.ranks, *job.pools}:
                 _require((job.record.generation, epoch) not in job.folded, f"{name}: epoch {epoch} is folded or open")
         _require(loads == dict(self.grants.loads), "loads are the open shards")
 
@@ -173,6 +211,9 @@ class State:
         for job in self.jobs.by_name.values():
             found += [job.record, *job.generations.values(), *job.members.values(), *job.folded.values()]
             found += job.quarantine.values()
+            found += [record for marked in job.marks.values() for record in marked.values()]
+            for pool in job.pools.values():
+                found += [pool.record(), *(pool.lane_record(rank) for rank in pool.lanes)]
             for ranks in job.ranks.values():
                 found += ranks.values()
         return {record.key: records.encode(record) for record in found}

@@ -9,7 +9,7 @@ import numpy as np
 
 from dispatcher import audit, events, records
 from dispatcher.effects import Delete, Log, Put, Reply
-from dispatcher.library import ShardInfo
+from dispatcher.library import ShardInfo, shard_plan
 from dispatcher.state import State
 from manifests import cursor
 from manifests.errors import FeedlineError, UnknownDataset
@@ -59,6 +59,9 @@ class Shelf:
 
     def shard_rows(self, digest: str) -> Any:
         return self._get(digest).shard_rows
+
+    def plan(self, digest: str, seed: int, epoch: int, shuffle: m.Shuffle | None) -> Plan:
+        return shard_plan(self.shard_rows(digest), seed, epoch, shuffle)
 
 
 class Bench:

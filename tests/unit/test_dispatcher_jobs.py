@@ -75,7 +75,15 @@ def test_case_11_a_dataset_without_rows_is_an_error_at_the_start():
 
 
 @pytest.mark.parametrize(
-    "bad", [{"batch_size": 0}, {"epochs": 0}, {"world_size": 0}, {"order": "dynamic"}, {"elastic": True}]
+    "bad",
+    [
+        {"batch_size": 0},
+        {"epochs": 0},
+        {"world_size": 0},
+        {"elastic": True},
+        {"elastic": True, "order": "dynamic", "tail": "drop"},
+        {"sources": (m.Source(digest="sha256:a"), m.Source(digest="sha256:b"))},
+    ],
 )
 def test_settings_that_cannot_work(bench, bad):
     with pytest.raises(ConfigError):

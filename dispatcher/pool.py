@@ -1,0 +1,448 @@
+"""The pool of one epoch in dynamic order: what no rank was granted yet, and the lanes of those that were. Pure.
+
+Every plan position of the epoch is in one place: it is free, in one rank's lane, settled (handed out for good, before the
+generation or by a lane that is no more), or away (carried over into a later epoch). What lies below the floor all ranks
+have handed out, and lanes forget it. Rows carried over
+from earlier epochs are handed out first and are counted apart.
+
+Ranks get pieces by guided self-scheduling: early ones are large, those at the end small, so that all end together.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from manifests.granted import Lane, Piece, decode_pieces, encode_pieces, window_rows
+from manifests.plan import lane_sizes
+from manifests.ranges import Ranges
+from manifests.wire import messages as m
+
+from .records import EpochRecord, GenerationRecord, LaneRecord, PoolRecord, RankEpochRecord
+
+#: pieces in one answer
+MAX_PIECES = 512
+#: pieces of a lane that are kept, so that its record fits a commit: a rank that has so many waits for the floor
+MAX_KEPT = 30_000
+_PIECE_BYTES = len(encode_pieces([Piece(0, 0, 0, 0)]))
+
+#: (epoch, plan position) -> where the shard at that position ends, and the most rows of it that one piece may have
+Bounds = Callable[[int, int], tuple[int, int]]
+#: epoch, start, stop: plan positions of an epoch
+Stretch = tuple[int, int, int]
+
+
+@dataclass(slots=True)
+class Held:
+    """One rank's lane. ``begun``: its place when the generation, or the rank's holder, began; ``limit``: rows it may
+    have since its beginning, None: no quota; ``ended``: the place at which its rank left, when the rows after that went
+    back to the pool."""
+
+    lane: Lane
+    begun: int = 0
+    limit: int | None = None
+    ended: int | None = None
+    #: the lane's pieces as stored
+    encoded: bytearray = field(default_factory=bytearray)
+
+    @property
+    def is_full(self) -> bool:
+        """It has all it will ever get."""
+        return self.ended is not None or (self.limit is not None and self.lane.length >= self.limit)
+
+    def extend(self, pieces: list[Piece]) -> None:
+        self.lane.extend(pieces)
+        self.encoded += encode_pieces(pieces)
+
+    def after(self, have: int) -> bytes:
+        """Pieces whose groups begin at lane index ``have`` or later, as sent."""
+        first = bisect.bisect_left(self.lane.pieces, have, key=lambda piece: piece.index)
+        return bytes(self.encoded[_PIECE_BYTES * first :])
+
+    def forget(self, floor: int) -> bool:
+        """Leave out leading groups below ``floor``; whether there were any. A lane that ended is kept as it is, because
+        rows of it that others handed out since may lie below."""
+        short = self.lane.forget(floor) if self.ended is None else self.lane
+        if short is self.lane:
+            return False
+        del self.encoded[: _PIECE_BYTES * (len(self.lane.pieces) - len(short.pieces))]
+        self.lane = short
+        return True
+
+    def left(self, place: int) -> Ranges:
+        """Plan positions of the epoch that had left at ``place``, as far as they are kept."""
+        return self.lane.left(place if self.ended is None else min(place, self.ended))
+
+    def own(self) -> list[Stretch]:
+        """All rows the rank has or had, as far as they are kept, in ranges."""
+        if self.ended is None:
+            return [(p.epoch, p.start, p.stop) for p in self.lane.pieces if not p.is_cut]
+        return left_rows(self.lane, self.ended)
+
+    def lowest(self, place: int) -> int | None:
+        """The lowest position of the epoch that the rank has and had not handed out at ``place``."""
+        if self.ended is None:
+            return self.lane.lowest(place)
+        rest = self.lane.left(self.ended) - self.lane.left(min(place, self.ended))
+        return int(rest.bounds[0, 0]) if rest else None
+
+
+class Pool:
+    """Rows of one epoch of one generation."""
+
+    def __init__(self, generation: GenerationRecord, epoch: int) -> None:
+        settings, start = generation.settings, generation.start
+        self.generation = generation
+        self.epoch = epoch
+        self.rows = generation.rows
+        self.world_size = settings.world_size
+        self.window = window_rows(settings.shuffle, generation.rows, settings.world_size)
+        self.lanes: dict[int, Held] = {}
+        self.settled = Ranges.of([])
+        #: positions that were carried over into a later epoch
+        self.away = Ranges.of([])
+        self.floor = 0
+        self.floor_step = 0
+        # step the floor was last worked out for
+        self._tried = 0
+        #: rows of earlier epochs to hand out first, and all that ever were here and are not settled
+        self.carried: list[Stretch] = []
+        self.carried_in: list[Stretch] = []
+        #: books of ranks that are gone for good
+        self.book: EpochRecord | None = None
+        # free stretches, highest first
+        self._free: list[tuple[int, int]] = []
+        self.free_rows = 0
+        self._starts_here = epoch == start.epoch
+        self._quotas: list[int] | None = None
+        if has_quotas(settings):
+            left = self.rows - len(taken_before(generation, epoch))
+            self._quotas = lane_sizes(left, settings.world_size).tolist()
+
+    def __repr__(self) -> str:
+        return f"Pool(epoch {self.epoch}, {self.free_rows} rows free, {len(self.lanes)} lanes, floor {self.floor})"
+
+    @classmethod
+    def begin(cls, generation: GenerationRecord, epoch: int) -> Pool:
+        """The pool as it is before anybody asked."""
+        pool, start = cls(generation, epoch), generation.start
+        taken = taken_before(generation, epoch)
+        pool.floor, pool.floor_step = taken.floor, start.step if pool._starts_here else 0
+        pool.settled, held = taken, Ranges.of([])
+        if pool._starts_here:
+            pool.carried_in = [(p.epoch, p.start, p.stop) for p in decode_pieces(start.carried)]
+            for grants in start.lanes:
+                pool.lanes[grants.rank] = found = pool._restore(grants)
+                found.begun = grants.place
+                if pool._quotas is not None:
+                    found.limit = grants.place + pool._quotas[grants.rank]
+                    if found.is_full and not found.lane.ends_with_cut:
+                        found.extend([Piece(found.lane.length, 0, 0, epoch)])
+                pool.settled -= found.lane.left(found.begun)
+                held |= Ranges.of((a, b) for e, a, b in found.lane.remaining(found.begun) if e == epoch)
+        pool._set_free((taken | held).gaps(pool.rows))
+        in_lanes = [s for found in pool.lanes.values() for s in found.lane.remaining(found.begun)]
+        pool.carried = without(pool.carried_in, [s for s in in_lanes if s[0] != epoch])
+        return pool
+
+    @classmethod
+    def load(cls, generation: GenerationRecord, record: PoolRecord, lanes: Iterable[LaneRecord]) -> Pool:
+        """The pool that the store tells of."""
+        pool = cls(generation, record.epoch)
+        pool._set_free(Ranges.decode(record.free))
+        pool.carried = [(p.epoch, p.start, p.stop) for p in decode_pieces(record.carried)]
+        pool.carried_in = [(p.epoch, p.start, p.stop) for p in decode_pieces(record.carried_in)]
+        pool.settled, pool.away = Ranges.decode(record.settled), Ranges.decode(record.away)
+        pool.floor, pool.floor_step, pool.book = record.floor, record.floor_step, record.book
+        for found in lanes:
+            held = pool._restore(found.lane)
+            held.begun, held.limit, held.ended = found.lane.place, found.limit, found.ended
+            pool.lanes[found.lane.rank] = held
+        return pool
+
+    def _restore(self, grants: m.LaneGrants) -> Held:
+        seed = self.generation.settings.seed or 0
+        lane = Lane.restore(grants, seed=seed, epoch=self.epoch, window=self.window)
+        return Held(lane, encoded=bytearray(grants.pieces))
+
+    # -- records
+
+    def record(self) -> PoolRecord:
+        return PoolRecord(
+            job=self.generation.job,
+            generation=self.generation.number,
+            epoch=self.epoch,
+            free=self.free.encode(),
+            carried=encode_stretches(self.carried),
+            carried_in=encode_stretches(self.carried_in),
+            settled=self.settled.encode(),
+            away=self.away.encode(),
+            floor=self.floor,
+            floor_step=self.floor_step,
+            book=self.book,
+        )
+
+    def lane_record(self, rank: int) -> LaneRecord:
+        held = self.lanes[rank]
+        lane = m.LaneGrants(
+            rank=rank,
+            number=held.lane.number,
+            dropped=held.lane.dropped,
+            place=held.begun,
+            pieces=bytes(held.encoded),
+        )
+        return LaneRecord(
+            job=self.generation.job,
+            generation=self.generation.number,
+            epoch=self.epoch,
+            lane=lane,
+            limit=held.limit,
+            ended=held.ended,
+        )
+
+    # -- what is free
+
+    @property
+    def free(self) -> Ranges:
+        """Plan positions that no rank has."""
+        return Ranges.of(self._free)
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing can be granted now."""
+        return not self._free and not self.carried
+
+    def _set_free(self, free: Ranges) -> None:
+        self._free = list(free)[::-1]
+        self.free_rows = len(free)
+
+    def give_back(self, rows: Iterable[Stretch]) -> None:
+        """Rows that somebody had are free again; those of earlier epochs come first."""
+        own = [(start, stop) for epoch, start, stop in rows if epoch == self.epoch]
+        if own:
+            self._set_free(self.free | Ranges.of(own))
+        self.carried = union(self.carried, [s for s in rows if s[0] != self.epoch])
+
+    def carry_in(self, rows: list[Stretch]) -> None:
+        """Rows of earlier epochs are to be handed out in this one."""
+        self.carried = union(self.carried, rows)
+        self.carried_in = union(self.carried_in, rows)
+
+    def carry_out(self) -> list[Stretch]:
+        """Take all that is free out, to be handed out in a later epoch."""
+        rows = [*self.carried, *((self.epoch, start, stop) for start, stop in self._free[::-1])]
+        self.carried_in = without(self.carried_in, self.carried)
+        self.carried = []
+        self.away |= self.free
+        self._set_free(Ranges.of([]))
+        return rows
+
+    # -- granting
+
+    def hold(self, rank: int, tenure: int) -> Held:
+        """The lane of ``rank``, a new one if it has none. ``tenure``: holders of the rank before, in this generation."""
+        held = self.lanes.get(rank)
+        if held is None:
+            seed, number = self.generation.settings.seed or 0, rank + self.world_size * tenure
+            lane = Lane(seed=seed, epoch=self.epoch, number=number, window=self.window)
+            held = self.lanes[rank] = Held(lane, limit=self._quotas[rank] if self._quotas is not None else None)
+        return held
+
+    def grant(self, held: Held, want: int, place: int, bounds: Bounds) -> bool:
+        """Give the lane more pieces until it has ``want`` rows or may have no more; whether that changed anything.
+
+        Args:
+            place: rows of the lane handed out.
+        """
+        batch = self.generation.settings.batch_size
+        shuffle = self.generation.settings.shuffle
+        mixed = shuffle.interleave if shuffle is not None else 1
+        length, found = held.lane.length, list[Piece]()
+        while length < want and not self.is_empty and not held.is_full:
+            if len(found) >= MAX_PIECES or len(held.lane.pieces) + len(found) + mixed > MAX_KEPT:
+                break
+            share = math.ceil((self.free_rows + count(self.carried)) / (2 * self.world_size))
+            most = max(self.window + 2 * batch, share) - (length - place)
+            if held.limit is not None:
+                most = held.limit - length
+            if most <= 0:
+                break
+            group = self._group(length, mixed, max(batch, share), most, bounds)
+            found += group
+            length += sum(map(len, group))
+        if held.ended is not None:
+            return False
+        over = self.is_empty or (held.limit is not None and length >= held.limit)
+        if over and (found or not held.lane.ends_with_cut):
+            found.append(Piece(length, 0, 0, self.epoch))
+        if found:
+            held.extend(found)
+        return bool(found)
+
+    def _group(self, index: int, mixed: int, guided: int, most: int, bounds: Bounds) -> list[Piece]:
+        """Up to ``mixed`` pieces of as many shards, of at most ``guided`` rows each and ``most`` together. One at least."""
+        if self.carried:
+            epoch, start, stop = self.carried[0]
+            end, limit = bounds(epoch, start)
+            end = min(end, stop, start + min(limit, guided, most))
+            self.carried[0:1] = [(epoch, end, stop)] if end < stop else []
+            return [Piece(index, start, end, epoch)]
+        group: list[Piece] = []
+        each, after = min(guided, math.ceil(most / mixed)), 0
+        while len(group) < mixed and most > 0:
+            at = len(self._free) - 1
+            while at >= 0 and self._free[at][1] <= after:
+                at -= 1
+            if at < 0:
+                break
+            first, last = self._free[at]
+            start = max(first, after)
+            after, limit = bounds(self.epoch, start)
+            end = min(last, after, start + min(limit, each, most))
+            self._free[at : at + 1] = [(a, b) for a, b in ((end, last), (first, start)) if a < b]
+            self.free_rows -= end - start
+            most -= end - start
+            group.append(Piece(index, start, end, self.epoch))
+        return group
+
+    # -- ranks that leave
+
+    def end(self, rank: int, place: int) -> bool:
+        """The rank hands out no more than the first ``place`` rows of its lane: without quotas the others get the rest.
+        Whether that changed anything."""
+        held = self.lanes.get(rank)
+        if held is None or self._quotas is not None or held.ended is not None or place >= held.lane.length:
+            return False
+        held.ended = place
+        self.give_back(held.lane.remaining(place))
+        return True
+
+    def settle(self, rank: int, place: int) -> list[Stretch]:
+        """The lane of ``rank`` is no more; its first ``place`` rows are settled. Returns the others."""
+        held = self.lanes.pop(rank)
+        gone = left_rows(held.lane, place if held.ended is None else min(place, held.ended))
+        self.settled |= Ranges.of((a, b) for e, a, b in gone if e == self.epoch)
+        self.carried_in = without(self.carried_in, [s for s in gone if s[0] != self.epoch])
+        return without(held.own(), gone)
+
+    # -- how far ranks are
+
+    def advance(self, ranks: Mapping[int, RankEpochRecord], waited_for: Collection[int]) -> set[int] | None:
+        """Work the floor out again. ``ranks``: their books; ``waited_for``: those that will go on in this epoch.
+
+        Returns:
+            Ranks whose lanes forgot something; None when the floor stayed.
+        """
+        base = self.generation.start.step if self._starts_here else 0
+        steps = [ranks[rank].progress.acked_step if rank in ranks else base for rank in waited_for]
+        step = min(steps, default=0)
+        if step <= max(self.floor_step, self._tried):
+            return None
+        self._tried = step
+        found = [self.rows, *(bounds[0] for bounds in self._free[-1:]), *self.away.bounds[:1, 0].tolist()]
+        for rank, held in self.lanes.items():
+            # every batch has this many rows or, where some were skipped, more places
+            place = held.begun + (step - base) * self.generation.settings.batch_size
+            book = ranks.get(rank)
+            lowest = held.lowest(min(place, book.progress.handed[0] if book is not None else held.begun))
+            if lowest is not None:
+                found.append(lowest)
+        if min(found) <= self.floor:
+            return None
+        self.floor, self.floor_step = min(found), step
+        self.settled -= Ranges.of([(0, self.floor)])
+        return {rank for rank, held in self.lanes.items() if held.forget(self.floor)}
+
+    def taken(self, ranks: Mapping[int, RankEpochRecord]) -> tuple[Ranges, Ranges]:
+        """Plan positions handed out, and those acknowledged, since the epoch began."""
+        sure = self.settled | Ranges.of([(0, self.floor)])
+        handed, acked = [sure], [sure]
+        for rank, held in self.lanes.items():
+            book = ranks.get(rank)
+            acked.append(held.left(book.progress.acked[0] if book is not None else held.begun))
+            handed.append(held.left(book.progress.handed[0]) if book is not None else acked[-1])
+        return merged(handed), merged(acked)
+
+    # -- invariants
+
+    def check(self) -> None:
+        """Raise ``RuntimeError`` unless every row is in one place."""
+        below = Ranges.of([(0, self.floor)])
+        lanes = [s for held in self.lanes.values() for s in held.own()]
+        own = [Ranges.of([(a, b)]) - below for e, a, b in lanes if e == self.epoch]
+        parts = [self.free, self.away, self.settled - below, *own]
+        whole = merged(parts)
+        if sum(map(len, parts)) != len(whole) or (whole | below) != Ranges.of([(0, self.rows)]) or whole & below:
+            raise RuntimeError(f"{self!r}: {sum(map(len, parts))} rows above the floor, {len(whole)} different ones")
+        if self.free_rows != len(self.free):
+            raise RuntimeError(f"{self!r}: {len(self.free)} rows are free")
+        carried = [s for s in lanes if s[0] != self.epoch]
+        if union(self.carried, carried) != self.carried_in or count(self.carried) + count(carried) != count(
+            self.carried_in
+        ):
+            raise RuntimeError(f"{self!r}: carried {self.carried_in}, free of them {self.carried}, in lanes {carried}")
+        if self._quotas is not None:
+            open_rows = sum(self._quotas[rank] for rank in range(self.world_size) if rank not in self.lanes)
+            open_rows += sum((held.limit or 0) - held.lane.length for held in self.lanes.values())
+            if open_rows != self.free_rows:
+                raise RuntimeError(f"{self!r}: quotas allow {open_rows} rows more")
+
+
+def has_quotas(settings: m.JobSettings) -> bool:
+    """Whether each rank has its number of rows in an epoch."""
+    return not settings.elastic and settings.tail != "ragged"
+
+
+def taken_before(generation: GenerationRecord, epoch: int) -> Ranges:
+    """Plan positions of the epoch that lie before the generation's start point."""
+    start = generation.start
+    if epoch < start.epoch:
+        return Ranges.of([(0, generation.rows)])
+    return Ranges.decode(start.ranges) if epoch == start.epoch else Ranges.of([])
+
+
+# -- stretches: rows of several epochs
+
+
+def left_rows(lane: Lane, place: int) -> list[Stretch]:
+    """Kept rows of the lane that had left at ``place``, in ranges, ascending."""
+    positions, epochs = lane.leave(lane.dropped, place - lane.dropped)
+    return [(e, a, b) for e in np.unique(epochs).tolist() for a, b in Ranges.members(positions[epochs == e])]
+
+
+def _by_epoch(rows: Iterable[Stretch]) -> dict[int, Ranges]:
+    found: dict[int, list[tuple[int, int]]] = {}
+    for epoch, start, stop in rows:
+        found.setdefault(epoch, []).append((start, stop))
+    return {epoch: Ranges.of(pairs) for epoch, pairs in sorted(found.items())}
+
+
+def union(rows: Iterable[Stretch], others: Iterable[Stretch]) -> list[Stretch]:
+    """Rows in any of the two, ascending by epoch and position."""
+    return [(epoch, a, b) for epoch, found in _by_epoch([*rows, *others]).items() for a, b in found]
+
+
+def without(rows: Iterable[Stretch], gone: Iterable[Stretch]) -> list[Stretch]:
+    """Rows that are not among ``gone``, ascending by epoch and position."""
+    away = _by_epoch(gone)
+    nothing = Ranges.of([])
+    return [(e, a, b) for e, found in _by_epoch(rows).items() for a, b in found - away.get(e, nothing)]
+
+
+def count(rows: Iterable[Stretch]) -> int:
+    """How many rows."""
+    return sum(stop - start for _, start, stop in rows)
+
+
+def encode_stretches(rows: Iterable[Stretch]) -> bytes:
+    """As pieces with index 0 (``manifests.granted``)."""
+    return encode_pieces(Piece(0, start, stop, epoch) for epoch, start, stop in rows)
+
+
+def merged(parts: Iterable[Ranges]) -> Ranges:
+    """The union of all."""
+    return Ranges.of(pair for part in parts for pair in part)
