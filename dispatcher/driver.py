@@ -303,16 +303,16 @@ class Driver:
         try:
             while not self._closing.is_set():
                 group = self._gather()
-                now = self._clock()
+                at, now_ms = self.now()
                 if self._leadership.over:
                     self._refuse(group)
                     raise _StepDown(self._why_over())
                 self._renew()
-                if now - ticked >= TICK:
-                    at, now_ms = self.now()
-                    self._perform([state.apply(events.TimePassed(at=at, now_ms=now_ms))], {})
-                    ticked = now
                 self._take(state, group)
+                # after what came before it, and not for the time that the store took: nobody was silent then
+                if at - ticked >= TICK and len(group) < GROUP:
+                    self._perform([state.apply(events.TimePassed(at=at, now_ms=now_ms))], {})
+                    ticked = at
         except (StoreUnavailable, LeaderLost, CommitUnknown, _StepDown) as error:
             _log.warning("steps down: %s", error)
             self._step_down(error)

@@ -77,7 +77,8 @@ _FULL_REMEDY = (
 )
 
 _OPTIONS = (
-    ("grpc.lb_policy_name", "round_robin"),
+    # one member at a time: of several one that hangs would slow down every third call
+    ("grpc.lb_policy_name", "pick_first"),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 400),
@@ -143,8 +144,11 @@ class EtcdStore:
         self._access = access or EtcdAccess()
         self._prefix = prefix
         self._timeout = timeout
-        self._target = _target(self._endpoints)
+        # one target per member to begin with, so that the one in use can be changed
+        self._targets = [_target(self._endpoints[i:] + self._endpoints[:i]) for i in range(len(self._endpoints))]
+        self._turn = 0
         self._made: Any = None
+        self._retired: Any = None
         self._lock = threading.Lock()
         self._closed = False
         self._version = ""
@@ -159,7 +163,7 @@ class EtcdStore:
             if self._closed:
                 raise _Silent(f"the connection to etcd at {self._names} is closed")
             if self._made is None:
-                self._made = self._make(self._target)
+                self._made = self._make(self._targets[self._turn])
             return self._made
 
     def _make(self, target: str) -> Any:
@@ -180,14 +184,18 @@ class EtcdStore:
             grpc_options=(*_OPTIONS, *name),
         )
 
-    def _forget(self, client: Any) -> None:
-        """Make a new client at the next call: this one's token is of no use any more."""
+    def _replace(self, client: Any, *, turn: int = 0) -> None:
+        """Make a new client at the next call: this one's token is of no use any more, or with ``turn`` its member hangs.
+
+        It is closed one replacement later, as another thread may be in a call of it.
+        """
         with self._lock:
-            if self._made is not client:
+            if client is None or self._made is not client:
                 return
-            self._made = None
-        if client is not None:
-            client.close()
+            retired, self._retired, self._made = self._retired, client, None
+            self._turn = (self._turn + turn) % len(self._targets)
+        if retired is not None:
+            retired.close()
 
     # -- leadership ------------------------------------------------------------------------------------------------
 
@@ -396,9 +404,10 @@ class EtcdStore:
             if self._closed:
                 return
             self._closed = True
-            client, self._made = self._made, None
-        if client is not None:
-            client.close()
+            clients, self._made, self._retired = (self._made, self._retired), None, None
+        for client in clients:
+            if client is not None:
+                client.close()
 
     def _log_version(self) -> None:
         """Say once which etcd this is; some releases are known to lose data."""
@@ -446,15 +455,15 @@ class EtcdStore:
     def _once(self, call: Callable[[], T]) -> T:
         try:
             return call()
-        except ValueError as error:
+        except ValueError:
             # grpc says so when the channel was closed by another thread
             if self._closed:
                 raise _Silent(f"the connection to etcd at {self._names} was closed") from None
-            raise error
+            raise
 
     def _again(self, call: Callable[[], T]) -> T:
-        """``call`` until it is answered or the deadline is over. An attempt gets just under half of it, so that one silent member
-        of several costs one attempt. Only for calls that may be sent twice."""
+        """``call`` until it is answered or the deadline is over. An attempt gets just under half of it, so that one silent
+        member of several costs one attempt. Only for calls that may be sent twice."""
         start, pause, first, renewed = time.monotonic(), _PAUSE, True, False
         while True:
             client = self._made
@@ -468,9 +477,12 @@ class EtcdStore:
                 if refused and self._access.user and not renewed and client is not None:
                     # tokens end after some minutes, and with the etcd that gave them
                     log.info("etcd at %s does not take the token any more; asking for a new one", self._names)
-                    self._forget(client)
+                    self._replace(client)
                     renewed = True
                     continue
+                if code is grpc.StatusCode.DEADLINE_EXCEEDED and len(self._endpoints) > 1:
+                    # the connection is there and nobody answers: gRPC itself notices that only after 15 s
+                    self._replace(client, turn=1)
                 if code not in _AGAIN and first:
                     raise self._refusal(code, _reason(error)) from None
                 # refused later on says nothing about the attempts before

@@ -26,6 +26,7 @@ class MemoryBackend:
         available: False: every call raises ``StoreUnavailable``.
         commit_fault: happens at the next commit, once.
         commits: how many commits were applied.
+        compactions: how often history was dropped.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -33,6 +34,7 @@ class MemoryBackend:
         self.available = True
         self.commit_fault: CommitFault | None = None
         self.commits = 0
+        self.compactions = 0
         self.lock = threading.Lock()
         self.records: dict[str, bytes] = {}
         self.sequence = 0
@@ -150,6 +152,7 @@ class MemoryStore:
     def compact(self) -> None:
         with self.backend.lock:
             self._check_up()
+            self.backend.compactions += 1
 
     def close(self) -> None:
         self._closed = True

@@ -72,12 +72,16 @@ class Upkeep:
     def _run(self) -> None:
         while not self._closing.is_set():
             try:
-                self._info = self._store.info()
-                self._looked.set()
-                self._compact()
+                self.look()
             except Exception:
                 _log.exception("looking after the store failed")
             self._closing.wait(LOOK if self._every is None else min(LOOK, self._every))
+
+    def look(self) -> None:
+        """See how the store is, and drop history if it is time."""
+        self._info = self._store.info()
+        self._looked.set()
+        self._compact()
 
     def _compact(self) -> None:
         """Drop history if this process leads, the store is its own, and there is enough of it."""
