@@ -10,8 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sized
 
+import msgspec
+
 from manifests.errors import ConfigError, ProtocolError
+from manifests.wire import codec
 from manifests.wire import messages as m
+
+from .books import KEPT_SKIPPED
 
 #: largest count of rows, bytes, steps, epochs or ms
 MOST = 1 << 62
@@ -33,16 +38,20 @@ MOST_LANES = 1 << 16
 MOST_SOURCES = 64
 #: rows of a window, shards interleaved, rows of a batch
 MOST_ROWS = 1 << 40
-#: bytes of ranges and pieces in a start point or a report, together
-MOST_PIECES = 1 << 20
+#: bytes of what one message gives to be kept in one record: settings and start point, or books of an epoch
+MOST_KEPT = 1 << 20
 #: epochs and marks in one report
 MOST_EPOCHS = 256
-#: bytes of the texts about the skipped rows that are kept with a rank's books, and how many rows those are
-MOST_SKIPPED_TEXT = 512 << 10
-_KEPT_SKIPPED = 100
-#: shards out of balance in one report, and sample ids that they name
-MOST_UNBALANCED = 4096
-MOST_IDS = 16_384
+
+
+def check(message: m.Request) -> None:
+    """Raise for a message that makes no sense to any dispatcher. Asks and what workers say are checked in the core."""
+    values = (getattr(message, name) for name in message.__struct_fields__)
+    _texts(f"message {type(message).__name__}", (value for value in values if isinstance(value, str)), TEXT)
+    if isinstance(message, m.OpenJob):
+        check_open(message)
+    elif isinstance(message, m.Report):
+        check_report(message)
 
 
 def check_ask(ask: m.AskGrants) -> None:
@@ -111,6 +120,9 @@ def check_open(ask: m.OpenJob) -> None:
     if not (math.isfinite(settings.max_bad) and 0 <= settings.max_bad <= MOST):
         raise ProtocolError(f"max_bad {settings.max_bad}", cause="it is a count of rows, or a share of them")
     _start(ask.start)
+    size = len(codec.encode(settings)) + len(codec.encode(ask.start))
+    if size > MOST_KEPT:
+        raise ProtocolError(f"settings and start point of {size} bytes", cause=f"the limit is {MOST_KEPT}")
 
 
 def _start(start: m.StartPoint) -> None:
@@ -125,9 +137,6 @@ def _start(start: m.StartPoint) -> None:
         _numbers(what, found)
     for lane in start.lanes:
         _lane(what, lane)
-    size = len(start.ranges) + len(start.carried) + sum(len(lane.pieces) for lane in start.lanes)
-    if size > MOST_PIECES:
-        raise ProtocolError(f"a start point with {size} bytes of rows", cause=f"the limit is {MOST_PIECES}")
 
 
 def check_report(report: m.Report) -> None:
@@ -156,23 +165,14 @@ def _progress(progress: m.EpochProgress) -> None:
     _numbers(what, [found.count for found in sums])
     _numbers(what, [found.value for found in sums], (1 << 64) - 1)
     _numbers(what, [row.sample_id for row in progress.skipped])
-    kept = sum(
-        len(text.encode()) for row in progress.skipped[:_KEPT_SKIPPED] for text in (row.key, row.shard, row.reason)
-    )
-    if kept > MOST_SKIPPED_TEXT:
-        raise ProtocolError(f"{what} with {kept} bytes about skipped rows", cause=f"the limit is {MOST_SKIPPED_TEXT}")
-    _count(progress.unbalanced, "shards out of balance", MOST_UNBALANCED)
-    named = sum(len(shard.lost) + len(shard.repeated) for shard in progress.unbalanced)
-    if named > MOST_IDS:
-        raise ProtocolError(f"{what} that names {named} rows out of balance", cause=f"the limit is {MOST_IDS}")
     for shard in progress.unbalanced:
         _numbers(what, (shard.source, shard.shard, shard.planned, shard.handed_out, *shard.lost, *shard.repeated))
     if progress.lane is not None:
         _lane(what, progress.lane)
-    pieces = len(progress.lane.pieces) if progress.lane is not None else 0
-    size = len(progress.quarantined) + len(progress.acked_quarantined) + len(progress.before) + pieces
-    if size > MOST_PIECES:
-        raise ProtocolError(f"{what} with {size} bytes of rows", cause=f"the limit is {MOST_PIECES}")
+    kept = msgspec.structs.replace(progress, skipped=progress.skipped[:KEPT_SKIPPED])
+    size = len(codec.encode(kept)) + 8 * len(progress.skipped)
+    if size > MOST_KEPT:
+        raise ProtocolError(f"{what} of {size} bytes", cause=f"the limit is {MOST_KEPT}")
 
 
 def _lane(what: str, lane: m.LaneGrants) -> None:

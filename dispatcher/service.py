@@ -25,10 +25,10 @@ from manifests.schema import arrow_schema
 from manifests.wire import codec, flight
 from manifests.wire import messages as m
 
-from . import audit, events, status
+from . import audit, events, limits, status
 from .driver import Driver
 from .files import Files
-from .grants import MAX_ENDPOINTS
+from .grants import MAX_AHEAD, MAX_ENDPOINTS
 from .records import DatasetRecord
 
 _log = logging.getLogger("dispatcher.service")
@@ -68,6 +68,7 @@ class Service:
             if answer is None:
                 raise ProtocolError(f"the dispatcher does not answer {type(message).__name__}")
             try:
+                limits.check(message)
                 return answer(message)
             except FeedlineError as error:
                 _log.debug("%s refused: %s", type(message).__name__, error)
@@ -127,11 +128,27 @@ class Service:
         return bool(spec.pipeline)
 
     def _ask(self, ask: m.AskGrants) -> m.Message:
-        # parse the manifest here if it is not in memory, so that the driver's thread need not
-        for digest in self._driver.sources_of(ask.job):
-            self._files.manifest(digest)
+        self._warm(ask)
         granted: m.Message = self._driver.submit(partial(events.GrantsRequested, message=ask))
         return granted
+
+    def _warm(self, ask: m.AskGrants) -> None:
+        """Have what the ask will look up in memory, so that the driver's thread need not read, parse or sort."""
+        state = self._driver.state
+        job = state.jobs.by_name.get(ask.job) if state is not None else None
+        generation = job.generations.get(ask.generation) if job is not None else None
+        member = job.members.get(ask.rank) if job is not None else None
+        if job is None or generation is None or member is None or member.holder.uid != ask.holder:
+            return  # the driver will say so
+        settings = generation.settings
+        for source in settings.sources:
+            self._files.manifest(source.digest)
+        for shard in ask.shards[: limits.MOST_SHARDS]:
+            if 0 <= shard.source < len(settings.sources):
+                self._files.shard(settings.sources[shard.source].digest, shard.shard)
+        if settings.order == "dynamic" and 0 <= ask.epoch - job.rank_epoch(ask.rank) <= MAX_AHEAD:
+            for source in settings.sources:
+                self._files.plan(source.digest, settings.seed or 0, ask.epoch, settings.shuffle)
 
     # -- looking
 

@@ -28,6 +28,8 @@ from .connection import Address, ConnectionOptions
 ACTION = "feedline"
 #: bytes of one chunk when a manifest file is sent through a stream
 CHUNK = 1 << 20
+#: largest upload, bytes
+MAX_UPLOAD = 1 << 30
 #: characters of an error's message, of its cause and of its remedy
 MAX_TEXT = 1000
 #: characters of an error's detail as JSON; longer lists in it are cut
@@ -74,6 +76,13 @@ def _fitting(detail: dict[str, Any]) -> dict[str, Any]:
             return detail
         detail = {name: value[:most] if isinstance(value, list | tuple) else value for name, value in detail.items()}
     return {"cause": detail["cause"], "remedy": detail["remedy"]}
+
+
+def _within(data: bytes, what: str, limit: int = codec.MAX_MESSAGE) -> bytes:
+    """``data``, unless it is too large to be sent: then ``ProtocolError`` here, as gRPC would only break the connection."""
+    if len(data) > limit:
+        raise ProtocolError(f"{what} of {len(data)} bytes", cause=f"the limit is {limit}")
+    return data
 
 
 def _short(text: str) -> str:
@@ -204,6 +213,8 @@ class Connection:
                     generic_options=[
                         ("grpc.max_send_message_length", size),
                         ("grpc.max_receive_message_length", size),
+                        ("grpc.max_metadata_size", 64 << 10),
+                        ("grpc.absolute_max_metadata_size", 64 << 10),
                         ("grpc.initial_reconnect_backoff_ms", 100),
                         ("grpc.min_reconnect_backoff_ms", 100),
                         ("grpc.max_reconnect_backoff_ms", 1000),
@@ -221,7 +232,7 @@ class Connection:
         """
         limit = self._options.connect_timeout if timeout is None else timeout
         try:
-            action = fl.Action(ACTION, codec.encode(message))
+            action = fl.Action(ACTION, _within(codec.encode(message), f"message {type(message).__name__}"))
             results = list(self._flight().do_action(action, fl.FlightCallOptions(timeout=limit)))
         except Exception as error:
             raise from_flight_error(error, str(self.address), self._closed) from None
@@ -233,7 +244,7 @@ class Connection:
         """Start a ``DoGet``. ``timeout`` bounds the whole read, in seconds."""
         try:
             options = fl.FlightCallOptions(timeout=timeout) if timeout else fl.FlightCallOptions()
-            return Stream(self._flight().do_get(fl.Ticket(ticket), options), str(self.address))
+            return Stream(self._flight().do_get(fl.Ticket(_within(ticket, "ticket")), options), str(self.address))
         except Exception as error:
             raise from_flight_error(error, str(self.address), self._closed) from None
 
@@ -246,7 +257,8 @@ class Connection:
         return bytes(data)
 
     def upload(self, what: str, data: bytes, timeout: float) -> None:
-        """Send bytes to be stored under the path ``what``."""
+        """Send bytes to be stored under the path ``what``; at most ``MAX_UPLOAD``."""
+        _within(data, "upload", MAX_UPLOAD)
         try:
             writer, reader = self._flight().do_put(
                 fl.FlightDescriptor.for_path(*what.split("/")), _BLOB_SCHEMA, fl.FlightCallOptions(timeout=timeout)
@@ -310,7 +322,7 @@ class Server(fl.FlightServerBase):  # type: ignore[misc]  # pyarrow has no types
     """
 
     def __init__(
-        self, handler: Handler, listen: Address, options: ConnectionOptions | None = None, max_upload: int = 1 << 30
+        self, handler: Handler, listen: Address, options: ConnectionOptions | None = None, max_upload: int = MAX_UPLOAD
     ) -> None:
         check_port_free(listen)
         self._handler = handler
@@ -341,7 +353,8 @@ class Server(fl.FlightServerBase):  # type: ignore[misc]  # pyarrow has no types
             if action.type != ACTION:
                 raise ProtocolError(f"unknown action {action.type!r}", remedy=f"the only action is {ACTION!r}")
             message = codec.decode(action.body.to_pybytes(), m.Request)
-            answer = codec.encode(self._handler.handle(message))
+            reply = self._handler.handle(message)
+            answer = _within(codec.encode(reply), f"answer {type(reply).__name__} to {type(message).__name__}")
         except BaseException as error:
             raise to_flight_error(error) from None
         return iter([answer])

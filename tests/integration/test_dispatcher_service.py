@@ -396,3 +396,104 @@ def test_closing_is_quick_and_gives_the_leadership_back(tmp_path, backend):
     found.close()
     found.close()
     assert time.monotonic() - begin < 2 and backend.leader is None
+
+
+# -- messages that make no sense
+
+
+def forged(manifest, opened):
+    """(what, message): each decodes, and none can be meant."""
+    huge = "x" * (10 << 20)
+    replace = msgspec.structs.replace
+    ask, ready = asking(opened), opening(manifest)
+    report = m.Report(job="train", generation=1, rank=0, holder="u0")
+    books = m.EpochProgress(epoch=0, handed=(0,) * 12, acked=(0,) * 12)
+    start = m.StartPoint(kind="checkpoint", taken=(0,) * 12)
+    settings = ready.settings
+
+    def opens(**changes):
+        return replace(ready, nonce="other", settings=replace(settings, **changes))
+
+    def starts(**changes):
+        return replace(ready, nonce="other", start=replace(start, **changes))
+
+    def reports(**changes):
+        return replace(report, epochs=(replace(books, **changes),))
+
+    return {
+        "epoch below zero": replace(ask, epoch=-1),
+        "an epoch beyond numbers": replace(ask, epoch=1 << 63),
+        "no such shard": replace(ask, shards=(m.ShardAsk(source=0, shard=1 << 62),)),
+        "no such source": replace(ask, shards=(m.ShardAsk(source=9, shard=0),)),
+        "a source below zero": replace(ask, shards=(m.ShardAsk(source=-1, shard=0),)),
+        "a holder's name of 10 MB": replace(ask, holder=huge),
+        "another holder": replace(ask, holder="u1"),
+        "a rank outside the world": replace(ask, rank=7),
+        "a rank below zero": replace(ask, rank=-1),
+        "another generation": replace(ask, generation=1 << 62),
+        "a failure of 10 MB": replace(ask, failures=(m.ReadFailure(worker=huge, source=0, shard=0, code="x"),)),
+        "speeds below zero": replace(ask, speeds=(m.WorkerSpeed(worker="w1", bytes=-1, ms=1),)),
+        "NaN bad rows": opens(max_bad=float("nan")),
+        "a weight that is no number": opens(sources=(replace(settings.sources[0], weight=float("inf")),)),
+        "as many ranks as there are numbers": opens(world_size=1 << 62),
+        "as many lanes as there are numbers": opens(lanes=1 << 62),
+        "a window below zero": opens(shuffle=m.Shuffle(buffer=-1)),
+        "no digest": opens(sources=(m.Source(digest=huge),)),
+        "a seed beyond numbers": opens(seed=1 << 63),
+        "more rows taken than there are numbers": starts(taken=(1 << 63,) * 12),
+        "fewer rows than none": starts(taken=(-1,) * 12),
+        "a step below zero": starts(step=-1),
+        "many megabytes of ranges": starts(ranges=bytes(8 << 20)),
+        "a lane below zero": starts(lanes=(m.LaneGrants(rank=0, place=-1),)),
+        "rows beyond numbers": reports(handed=(1 << 63,) * 12),
+        "rows below zero": reports(acked=(-1,) * 12),
+        "a skipped row beyond numbers": reports(
+            skipped=(m.SkippedRow(sample_id=1 << 63, key="", shard="", reason=""),), acked_skipped=1
+        ),
+        "a reason of 10 MB": reports(skipped=(m.SkippedRow(sample_id=1, key="", shard="", reason=huge),)),
+        "a mark below zero": replace(report, marks=(replace(books, step=-1),)),
+        "waiting for 10 MB": replace(report, waiting_for=huge),
+        "no address": m.RegisterWorker(id="w2", incarnation="1", address=""),
+        "a fingerprint of 10 MB": m.RegisterWorker(id="w2", incarnation="1", address="a:1", fingerprint=huge),
+        "a figure below zero": m.Heartbeat(id="w1", incarnation="1", cache_bytes=-1),
+        "an unknown worker": m.DrainWorker(id="nobody"),
+        "a name of 10 MB": m.FindDataset(name=huge),
+        "an epoch of nobody": m.GetAudit(job="train", epoch=-1),
+    }
+
+
+def test_messages_that_make_no_sense_change_nothing(call, manifest, backend):
+    """Typed errors of bounded length, the same records after as before, and the dispatcher leads on."""
+    upload(call, manifest)
+    worker(call)
+    opened = call(opening(manifest), m.JobOpened)
+    assert call(asking(opened), m.Grants).grants
+    before = dict(backend.records)
+    for what, message in forged(manifest, opened).items():
+        with pytest.raises(FeedlineError) as caught:
+            call(message, m.Document)
+        assert "malformed" not in str(caught.value) and "failed on" not in str(caught.value), what
+        assert len(str(caught.value)) < 4000, what
+    assert backend.terms == 1
+    assert backend.records == before
+    assert call(asking(opened), m.Grants).grants
+    assert [w["id"] for w in json.loads(call(m.GetStatus(), m.Document).json)["workers"]] == ["w1"]
+
+
+def test_what_an_ask_looks_up_is_in_memory_before_it_comes_to_the_driver(call, manifest, dispatcher):
+    upload(call, manifest)
+    worker(call)
+    opened = call(opening(manifest), m.JobOpened)
+    threads = []
+    files = dispatcher.driver._library
+    parse, files.manifest = (
+        files.manifest,
+        lambda digest: threads.append(threading.current_thread().name) or parse(digest),
+    )
+    try:
+        files._parsed.clear()
+        files._shards.clear()
+        assert call(asking(opened, shards=tuple(m.ShardAsk(source=0, shard=n) for n in range(3))), m.Grants).grants
+    finally:
+        files.manifest = parse
+    assert threads and "dispatcher-driver" not in threads

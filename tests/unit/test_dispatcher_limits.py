@@ -188,9 +188,10 @@ def test_a_report_that_makes_no_sense(bench):
                 {"skipped": (replace(row, sample_id=1 << 63),)},
                 {"skipped": (replace(row, sample_id=-1),)},
                 {"skipped": (replace(row, reason=HUGE),)},
-                {"unbalanced": (shard,) * 5000},
+                {"skipped": (row,) * 200_000},
+                {"unbalanced": (shard,) * 50_000},
                 {"unbalanced": (replace(shard, planned=-1),)},
-                {"unbalanced": (replace(shard, lost=(0,) * 20_000),)},
+                {"unbalanced": (replace(shard, lost=(1 << 40,) * 200_000),)},
                 {"unbalanced": (replace(shard, repeated=(1 << 63,)),)},
                 {"quarantined": bytes(2 << 20)},
                 {"before": bytes(2 << 20)},
@@ -205,17 +206,20 @@ def test_a_report_that_makes_no_sense(bench):
         assert len(str(caught.value)) < 300
 
 
-def test_the_largest_report_that_is_taken_fits_a_record():
-    """Texts of skipped rows, ids out of balance and rows in quarantine at their limits: still a record for the store."""
-    text = "x" * (limits.MOST_SKIPPED_TEXT // 300)
-    rows = tuple(m.SkippedRow(sample_id=n, key=text, shard=text, reason=text) for n in range(100))
-    shards = tuple(
-        m.ShardSum(source=0, shard=n, planned=9, handed_out=9, lost=(1 << 40,) * 4)
-        for n in range(limits.MOST_UNBALANCED)
-    )
-    progress = m.EpochProgress(epoch=0, skipped=rows, unbalanced=shards)
+def test_the_largest_messages_that_are_taken_fit_a_record(bench):
+    """What is kept of a report and of an open at their limits fits one commit of the store."""
+    texts = "x" * 2000
+    rows = tuple(m.SkippedRow(sample_id=n, key=texts, shard=texts, reason=texts) for n in range(100))
+    progress = m.EpochProgress(epoch=0, skipped=rows + rows[:1] * 55_000)
     limits.check_report(m.Report(job="j", generation=1, rank=0, holder="u", epochs=(progress,)))
     record = records.RankEpochRecord(
-        job="j", generation=1, epoch=0, rank=0, progress=progress, skipped_ids=bytes(8 * 50_000)
+        job="j", generation=1, epoch=0, rank=0, progress=replace(progress, skipped=rows), skipped_ids=bytes(8 * 55_100)
     )
-    assert len(records.encode(record)) < MAX_BYTES
+    assert limits.MOST_KEPT - 8000 < len(records.encode(record)) < MAX_BYTES
+    start = m.StartPoint(kind="checkpoint", taken=(1 << 40,) * limits.MOST_LANES, ranges=bytes(450_000))
+    ask = m.OpenJob(job="j", rank=0, holder=m.Holder(uid="u"), nonce="n", settings=bench.settings(), start=start)
+    limits.check_open(ask)
+    kept = records.GenerationRecord(
+        job="j", number=1, settings=ask.settings, start=start, fingerprint="f" * limits.NAME
+    )
+    assert limits.MOST_KEPT - 10_000 < len(records.encode(kept)) < MAX_BYTES
