@@ -114,12 +114,41 @@ class DynamicLeg:
         self.quota = self.quota_of(rank)
         #: batches to hand out; without quotas not known before the end
         self.steps = math.ceil(self.quota / batch_size) if self.tail != "ragged" else sys.maxsize
-        self._needed = 0
-        self._given = False
+        self._needed = self._useless = 0
+        #: a rank of an elastic job that was taken over has not the lane of the start point: the first answer tells
+        self._unsure = elastic and start is not None
         self._asked_at_end = False
         self._final = False
         self._check_final(False)
         self._saved = self._save()
+
+    @classmethod
+    def of(
+        cls,
+        plans: Callable[[int], Plan],
+        settings: m.JobSettings,
+        start: m.StartPoint,
+        *,
+        epoch: int,
+        rank: int,
+    ) -> DynamicLeg:
+        """The leg of ``rank`` in ``epoch`` of a generation with these (resolved) settings and start point."""
+        here = epoch == start.epoch
+        return cls(
+            plans,
+            seed=settings.seed or 0,
+            shuffle=settings.shuffle,
+            epoch=epoch,
+            rank=rank,
+            world_size=settings.world_size,
+            batch_size=settings.batch_size,
+            tail=settings.tail,
+            elastic=settings.elastic,
+            before=Ranges.decode(start.ranges) if here else None,
+            start=next((lane for lane in start.lanes if lane.rank == rank), None) if here else None,
+            carried=start.carried if here else b"",
+            first_step=start.step if here else 0,
+        )
 
     def __repr__(self) -> str:
         return (
@@ -146,6 +175,8 @@ class DynamicLeg:
     def certain(self) -> int:
         """Rows of the read stream that ``refs`` can give now."""
         with self._lock:
+            if self._unsure:
+                return 0
             if not self._final:
                 return max(0, min(self._most, self._lane.certain - self._start))
             return self.candidates if self.tail == "ragged" else sys.maxsize
@@ -205,7 +236,6 @@ class DynamicLeg:
         with self._lock:
             real = max(0, min(count, self.candidates - first))
             positions, epochs = self._lane.leave(self._start + first, real) if real else (_NONE, _NONE)
-            self._given |= real > 0
             pads = count - real if self._final and self.tail != "ragged" and self.plan.rows else 0
         return positions, epochs, pads
 
@@ -238,9 +268,10 @@ class DynamicLeg:
         """Rows of the lane that are known, from its beginning."""
         return self._lane.length
 
-    def need(self, read: int) -> None:
-        """The loop cannot go on with fewer than ``read`` rows of the read stream, unless there are no more."""
-        self._needed = max(self._needed, read)
+    def need(self, read: int, useless: int) -> None:
+        """The loop cannot go on with fewer than ``read`` rows of the read stream, unless there are no more. Of those that
+        are known, as many as ``useless`` were handed out or cannot be."""
+        self._needed, self._useless = max(self._needed, read), max(self._useless, useless)
 
     def wanted(self, read: int) -> int:
         """Rows the lane has to have, from its beginning, for the first ``read`` rows of the read stream to be certain."""
@@ -248,17 +279,20 @@ class DynamicLeg:
             known = self._lane.length - self._start
             if self._final:
                 return self._lane.length
+            if self._unsure:
+                return self._lane.length + 1
             if self.tail == "ragged" and self._lane.ends_with_cut:
                 return self._lane.length + (self._needed > known)
             reach = max(read, self._needed) + self._window
             return max(self._lane.length, self._start + min(reach, self._most))
 
     def place(self, read: int) -> int:
-        """The place in the lane when ``read`` rows of the read stream were handed out, for an ask that is made now."""
+        """The place in the lane when ``read`` rows of the read stream were handed out, for an ask that is made now. Rows
+        that the loop waits to pass over count too, so that a rank which got many of them may have more."""
         with self._lock:
             known = self._lane.length - self._start
             self._asked_at_end = self._lane.ends_with_cut and self._needed > known
-            return self._start + min(read, self.candidates)
+            return self._start + min(max(read, self._useless), self.candidates)
 
     def take(self, reply: m.Grants) -> bool:
         """Take the answer to an ask in. True: something changed.
@@ -272,7 +306,7 @@ class DynamicLeg:
             if reply.carried:
                 self._carried = reply.carried
             moved = reply.floor is not None and self._forget(reply.floor)
-            if told is not None:
+            if told is not None and (told.pieces or not reply.final):
                 self._grow(told)
             nothing = told is not None and told.dropped == length == self._lane.length
             self._check_final(reply.final, nothing)
@@ -289,13 +323,13 @@ class DynamicLeg:
 
     def _grow(self, grants: m.LaneGrants) -> None:
         if grants.number != self._lane.number:
-            if self._given:
+            if self._lane.length and not self._unsure:
                 raise ProtocolError(
                     f"rank {self.rank} got pieces of lane {grants.number}", cause=f"its lane is {self._lane.number}"
                 )
-            # a rank that was taken again has a lane of its own from now on
             self._lane = self._new_lane(grants.number)
             self._start = grants.place
+        self._unsure = False
         pieces = decode_pieces(grants.pieces)
         if pieces and grants.dropped > self._lane.length:
             return  # of a lane that had more rows: asked for again from the beginning

@@ -24,10 +24,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from manifests.errors import ProtocolError, StateMismatch
 from manifests.granted import Lane, Piece, decode_pieces, encode_pieces, window_rows
+from manifests.plan import lane_sizes
 from manifests.ranges import Ranges
-from manifests.wire.messages import LaneGrants, Shuffle, StartPoint
+from manifests.wire.messages import JobSettings, LaneGrants, Shuffle, StartPoint
 
 from .dynamic import Saved
 
@@ -183,9 +186,9 @@ def join(states: Sequence[Mapping[str, Any]]) -> StartPoint:
         for epoch, found in earlier.items():
             gone[epoch] = gone.get(epoch, Ranges.of([])) | found
     missing = tuple(sorted(set(range(first["world_size"])) - set(parts)))
+    lanes = tuple(parts[rank].grants for rank in sorted(parts))
     if missing and not taken and all(step == 0 for step in steps.values()):
-        missing = ()  # the beginning of an epoch
-    inside = bool(taken) or bool(missing)
+        missing, lanes = (), ()  # the beginning of an epoch
     return StartPoint(
         kind="checkpoint",
         epoch=first["epoch"],
@@ -196,10 +199,30 @@ def join(states: Sequence[Mapping[str, Any]]) -> StartPoint:
         skip=first["skip"],
         job=first.get("job", ""),
         ranges=taken.encode(),
-        lanes=tuple(parts[rank].grants for rank in sorted(parts)) if inside else (),
+        lanes=lanes,
         carried=_still_carried([p for part in parts.values() for p in part.carried], gone),
         missing=missing,
     )
+
+
+def start_for(start: StartPoint, settings: JobSettings, rows: int, *, quotas: bool) -> StartPoint:
+    """The start point for a job with these settings; ``quotas``: the job it comes from had them.
+
+    Lanes go on as they were where there are as many ranks, none of which holds more than it may hand out from here on.
+    Otherwise the rows in them that have not left are granted anew, as rows that nobody had are.
+    """
+    keep = start.world_size == settings.world_size
+    if keep and settings.tail != "ragged" and not settings.elastic:
+        if start.missing:  # what the others hold is not known here; without skipped rows it is what they may hold
+            keep = quotas and not start.skip
+        else:
+            most = lane_sizes(rows - len(Ranges.decode(start.ranges)), settings.world_size).tolist()
+            keep = all(_length(lane) - lane.place <= most[lane.rank] for lane in start.lanes)
+    return start if keep else msgspec.structs.replace(start, lanes=())
+
+
+def _length(lane: LaneGrants) -> int:
+    return lane.dropped + sum(map(len, decode_pieces(lane.pieces)))
 
 
 def _still_carried(pieces: Sequence[Piece], gone: Mapping[int, Ranges]) -> bytes:

@@ -22,6 +22,7 @@ from manifests.plan import Plan
 from manifests.ranges import Ranges
 from manifests.wire import messages as m
 
+from . import dynamic_state
 from .config import ClientOptions, LoaderConfig, Mix, Shuffle, check_lanes, make_config
 from .control import Closed, Control
 from .figures import Waits
@@ -478,8 +479,9 @@ class RemoteDataLoader:
         if self._loaded is not None and self._loaded.identity is not None:
             identity = self._loaded.identity
             settings = msgspec.structs.replace(settings, seed=identity["seed"], lanes=identity["lanes"])
-            if start.world_size != world:  # what was granted to other ranks than there are now is granted anew
-                start = msgspec.structs.replace(start, lanes=())
+            if "dynamic" in self._loaded.state and start.kind == "checkpoint":
+                quotas = dynamic_state.has_quotas(self._loaded.state)
+                start = dynamic_state.start_for(start, settings, dataset.manifest.rows, quotas=quotas)
         elif before is not None:
             settings = msgspec.structs.replace(settings, seed=before.settings.seed, lanes=before.settings.lanes)
         if before is not None:

@@ -14,7 +14,6 @@ import torch
 
 from manifests.errors import BadSample, FeedlineError, ProtocolError, RankAbsent, TooManyBadSamples
 from manifests.plan import Plan
-from manifests.ranges import Ranges
 from manifests.wire import messages as m
 
 from .auditing import Auditor
@@ -155,33 +154,18 @@ class Run:
 
     def _make(self, number: int, first_epoch: int) -> Epoch:
         settings, start = self.settings, self.start
-        here = number == start.epoch and start.inside
         leg: AnyLeg
         if settings.order == "dynamic":
-            leg = DynamicLeg(
-                self._plan,
-                seed=settings.seed or 0,
-                shuffle=settings.shuffle,
-                epoch=number,
-                rank=self.rank,
-                world_size=settings.world_size,
-                batch_size=settings.batch_size,
-                tail=settings.tail,
-                elastic=settings.elastic,
-                before=Ranges.decode(start.ranges) if here else None,
-                start=next((lane for lane in start.lanes if lane.rank == self.rank), None) if here else None,
-                carried=start.carried if number == start.epoch else b"",
-                first_step=start.step if here else 0,
-            )
+            leg = DynamicLeg.of(self._plan, settings, start, epoch=number, rank=self.rank)
         else:
-            lanes = settings.lanes or 1
+            here = number == start.epoch and start.inside
             leg = Leg(
                 self._plan(number),
                 rank=self.rank,
                 world_size=settings.world_size,
                 batch_size=settings.batch_size,
                 tail=settings.tail,
-                taken=np.array(start.taken if here else [0] * lanes, np.int64),
+                taken=np.array(start.taken if here else [0] * (settings.lanes or 1), np.int64),
                 first_step=start.step if here else 0,
             )
         return Epoch(number, leg, first_epoch)

@@ -143,8 +143,8 @@ class Leg:
             shards, rows = np.concatenate([shards, pad_shards]), np.concatenate([rows, pad_rows])
         return shards, rows
 
-    def need(self, read: int) -> None:
-        """The loop cannot go on with fewer than ``read`` rows: no news here, where all are known from the start."""
+    def need(self, read: int, useless: int) -> None:
+        """See ``DynamicLeg``: no news here, where all rows are known from the start."""
 
     def _candidate_refs(self, first: int, count: int) -> tuple[I64, I64]:
         before = self.own_taken(first)
@@ -223,7 +223,7 @@ class Session:
         # whether it is final first: what is known may grow until then
         ends = leg.tail == "ragged" and leg.final and known >= leg.candidates
         if len(found) < want and not ends:
-            leg.need(known + want - len(found))
+            leg.need(known + want - len(found), known - len(found))
             return None
         rows = found[:want]
         used = int(rows[-1]) + 1 if len(rows) == want and want else len(good)
