@@ -119,3 +119,28 @@ def run(
         leg.steps.append(ranks)
     leg.taken = counts
     return leg
+
+
+def dynamic_lane(
+    order: Sequence[tuple[int, int]], pieces: Sequence[tuple[int, int, int]], reach: int, u: Callable[[int], float]
+) -> list[tuple[int, int]]:
+    """Rows of one rank in dynamic order, as they leave. ``pieces``: (lane index of the group's first row, first and last
+    plan position plus one); an empty one is a cut, which rows do not pass."""
+    stretches: list[list[tuple[float, tuple[int, int]]]] = [[]]
+    index = at = 0
+    while at < len(pieces):
+        group = [piece for piece in pieces[at:] if piece[0] == pieces[at][0] and piece[1] < piece[2]]
+        if not group:
+            stretches.append([])
+            at += 1
+            continue
+        spread = [
+            ((j + 0.5) / (stop - start), n, order[start + j])
+            for n, (_, start, stop) in enumerate(group)
+            for j in range(stop - start)
+        ]
+        for _, _, row in sorted(spread, key=lambda item: item[:2]):
+            stretches[-1].append((index + reach * u(index), row))
+            index += 1
+        at += len(group)
+    return [row for stretch in stretches for _, row in sorted(stretch, key=lambda item: item[0])]
