@@ -11,6 +11,8 @@ from manifests.errors import FeedlineError
 
 #: version of the JSON documents
 SCHEMA = 1
+#: lines of one kind that a command prints for people
+SHOWN = 20
 
 
 def print_json(document: Mapping[str, Any]) -> None:
@@ -24,6 +26,21 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     widths = [max(len(line[i]) for line in cells) for i in range(len(head))]
     lines = ["  ".join(value.ljust(width) for value, width in zip(line, widths, strict=True)) for line in cells]
     return "\n".join(line.rstrip() for line in lines)
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 row``, ``2 rows``."""
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def listed(values: Sequence[object], most: int = 10) -> str:
+    """The first few values and how many more there are."""
+    return ", ".join(map(str, values[:most])) + (f" and {len(values) - most} more" if len(values) > most else "")
+
+
+def rest(number: int) -> list[str]:
+    """The line that ends a list of ``SHOWN``: how many more there are; none when all are shown."""
+    return [f"  and {number} more"] if number > 0 else []
 
 
 def print_error(error: FeedlineError, as_json: bool, stream: TextIO | None = None) -> None:

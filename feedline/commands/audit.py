@@ -13,7 +13,7 @@ from manifests.wire import messages as m
 
 from ..client import advise, connect
 from ..options import add_dispatcher
-from ..output import print_json, table
+from ..output import SHOWN, counted, listed, print_json, rest, table
 
 COMPLETE, UNBALANCED, UNFINISHED = 0, 1, 3
 _COUNTS = (
@@ -56,10 +56,48 @@ def verdict(document: dict[str, Any]) -> int:
 
 
 def _text(document: dict[str, Any]) -> str:
-    head = f"job {document['job']}  generation {document['generation']}  epoch {document['epoch']}  {document['state']}"
+    head = f"job {document['job']}  generation {document['generation']}  epoch {document['epoch']}  {_state(document)}"
     parts = [head, table(("COUNT", "ROWS"), [(name, document[name]) for name in _COUNTS])]
-    if document["shards"]:
-        keys = list(document["shards"][0])
-        rows = [[shard.get(key) for key in keys] for shard in document["shards"]]
+    unbalanced = [shard for shard in document["shards"] if "code" not in shard]
+    if unbalanced:
+        keys = list(dict.fromkeys(key for shard in unbalanced for key in shard))
+        rows = [[shard.get(key) for key in keys] for shard in unbalanced]
         parts += ["shards that do not balance:", table([key.upper() for key in keys], rows)]
-    return "\n".join(parts)
+    return "\n".join([*parts, *_findings(document)])
+
+
+def _quarantined(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """Entries of the shards that rows in quarantine belong to: those with an error's code."""
+    return [shard for shard in document["shards"] if "code" in shard]
+
+
+def _state(document: dict[str, Any]) -> str:
+    state: str = document["state"]
+    if state != "complete" or not document["quarantined"]:
+        return state
+    return f"{state} except {counted(len(_quarantined(document)), 'shard')}"
+
+
+def _findings(document: dict[str, Any]) -> list[str]:
+    """What is not as in a complete epoch, a line each."""
+    lines = []
+    if document["state"] == "running":
+        lines.append(f"running: {counted(document['open'], 'row')} not acknowledged yet")
+    elif document["state"] == "stopped":
+        lines.append(f"stopped: no rank reads it, {counted(document['open'], 'row')} not acknowledged")
+    for what in ("lost", "repeated"):
+        if document[what]:
+            ids = [number for shard in document["shards"] for number in shard.get(what) or ()]
+            which = "samples " + listed(ids) if ids else "no rank told which"
+            lines.append(f"{what}: {counted(document[what], 'row')}, {which}")
+    if document["skipped"]:
+        lines.append(f"skipped: {counted(document['skipped'], 'row')}")
+        rows = document.get("skipped_rows", [])
+        lines += [f"  sample {r['sample_id']}, {r['key']!r} of {r['shard']}: {r['reason']}" for r in rows[:SHOWN]]
+        lines += rest(document["skipped"] - min(len(rows), SHOWN))
+    if document["quarantined"]:
+        shards = _quarantined(document)
+        lines.append(f"in quarantine: {counted(document['quarantined'], 'row')} of {counted(len(shards), 'shard')}")
+        lines += [f"  shard {s['shard']}, {s['uri']}: {s['code']}: {s['reason']}" for s in shards[:SHOWN]]
+        lines += rest(len(shards) - SHOWN)
+    return lines

@@ -10,7 +10,7 @@ from manifests.wire import messages as m
 
 from ..client import connect
 from ..options import add_dispatcher
-from ..output import print_json, table
+from ..output import SHOWN, print_json, rest, table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,27 +47,61 @@ def _head(document: dict[str, Any]) -> str:
 def workers_table(document: dict[str, Any]) -> str:
     """One line per worker."""
     rows = [
-        (w["id"], w["address"], w["state"], format_size(w["cache_bytes"]), ",".join(w["capabilities"]))
+        (w["id"], w["address"], _worker_state(w), format_size(w["cache_bytes"]), w.get("open_shards"), _speed(w),
+         sum(w.get("failures", {}).values()), ",".join(w["capabilities"]))
         for w in document["workers"]
-    ]
-    return table(("WORKER", "ADDRESS", "STATE", "CACHE", "CAPABILITIES"), rows) if rows else "no workers"
+    ]  # fmt: skip
+    head = ("WORKER", "ADDRESS", "STATE", "CACHE", "SHARDS", "SPEED", "FAILED", "CAPABILITIES")
+    return table(head, rows) if rows else "no workers"
+
+
+def _worker_state(worker: dict[str, Any]) -> str:
+    return f"{worker['state']}, unreachable" if worker.get("suspect") and worker["state"] == "up" else worker["state"]
+
+
+def _speed(worker: dict[str, Any]) -> str | None:
+    speed = worker.get("read_bytes_per_s")
+    return f"{format_size(speed)}/s" if speed is not None else None
 
 
 def jobs_table(document: dict[str, Any]) -> str:
-    """One line per rank of each job."""
+    """One line per rank of each job, and one for all that a rank waits for and each shard in quarantine."""
     rows: list[tuple[object, ...]] = []
     for job in document["jobs"]:
-        ranks = job["ranks"] or [{}]
         steps = "-" if job["steps_per_epoch"] is None else job["steps_per_epoch"]
-        for rank in ranks:
-            waiting = f"{rank['waiting_for']} {rank['waiting_s']:.1f} s" if rank.get("waiting_for") else ""
+        for rank in job["ranks"] or [{}]:
             step = f"{rank['step']}/{steps}" if "step" in rank else ""
             rows.append(
                 (job["name"], job["dataset"], job["generation"], job["state"], rank.get("rank"), rank.get("state"),
-                 rank.get("epoch", job["epoch"]), step, rank.get("rows"), waiting)
+                 rank.get("epoch", job["epoch"]), step, rank.get("rows"))
             )  # fmt: skip
-    head = ("JOB", "DATASET", "GEN", "STATE", "RANK", "RANK STATE", "EPOCH", "STEP", "ROWS", "WAITING FOR")
-    return table(head, rows) if rows else "no jobs"
+    if not rows:
+        return "no jobs"
+    head = ("JOB", "DATASET", "GEN", "STATE", "RANK", "RANK STATE", "EPOCH", "STEP", "ROWS")
+    return "\n".join([table(head, rows), *_waits(document), *_quarantined(document)])
+
+
+def _waits(document: dict[str, Any]) -> list[str]:
+    waits = [
+        f"job {job['name']} rank {rank['rank']} waits for {rank['waiting_for']} (since {rank['waiting_s']:.1f} s)"
+        for job in document["jobs"]
+        for rank in job["ranks"]
+        if rank.get("waiting_for")
+    ]
+    return [*waits[:SHOWN], *rest(len(waits) - SHOWN)]
+
+
+def _quarantined(document: dict[str, Any]) -> list[str]:
+    lines = []
+    for job in document["jobs"]:
+        shards = job.get("quarantined", [])
+        lines += [
+            f"job {job['name']} shard {shard['shard']} is in quarantine, {shard['uri']}: {shard['code']} on "
+            f"{', '.join(shard['workers'])}: {shard['reason']}"
+            for shard in shards[:SHOWN]
+        ]
+        lines += rest(job.get("quarantined_shards", len(shards)) - SHOWN)
+    return lines
 
 
 def _datasets(document: dict[str, Any]) -> str:

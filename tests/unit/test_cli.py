@@ -198,7 +198,7 @@ def test_the_status_text() -> None:
         "steps_per_epoch": 10, "ranks": [rank],
     }  # fmt: skip
     text = status.jobs_table({"jobs": [job]})
-    assert "3/10" in text and "a worker 2.0 s" in text
+    assert "3/10" in text and "job j rank 0 waits for a worker (since 2.0 s)" in text
     assert status.jobs_table({"jobs": []}) == "no jobs"
     assert "-" in status.jobs_table({"jobs": [{**job, "ranks": [], "steps_per_epoch": None}]})
 
