@@ -6,7 +6,8 @@ import threading
 
 import numpy as np
 
-from trainer_client.chunks import MISSING, Chunk
+from manifests.errors import ShardMissing
+from trainer_client.chunks import MISSING, QUARANTINED, Chunk
 from trainer_client.tensors import Part
 
 
@@ -48,3 +49,18 @@ def test_what_comes_twice_is_kept_once() -> None:
     ]
     assert sorted(p for places, _ in found for p in places) == list(range(8))
     assert all([p + 100 for p in places] == rows for places, rows in found)
+
+
+def test_rows_of_a_shard_in_quarantine_keep_their_mark() -> None:
+    """What is there stays, what is not is marked with the error; a part that comes late changes nothing of it."""
+    ids = np.arange(6, dtype=np.int64)
+    chunk = Chunk(0, np.array([4, 4, 2, 2, 2, 4], np.int64), ids, ids, 0)
+    assert chunk.distinct == [4, 2]
+    chunk.fill(ids[:3], Part({}, ids[:3], 0), [])
+    error = ShardMissing("gone")
+    assert chunk.quarantine(2, error) == 2
+    assert chunk.quarantine(2, error) == 0
+    assert (chunk.part.tolist(), chunk.missing) == ([0, 0, 0, QUARANTINED, QUARANTINED, MISSING], 1)
+    assert chunk.errors == {3: error, 4: error}
+    assert chunk.fill(ids, Part({}, ids, 0), []) == 1
+    assert (chunk.part.tolist(), chunk.missing) == ([0, 0, 0, QUARANTINED, QUARANTINED, 1], 0)
