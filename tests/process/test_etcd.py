@@ -10,9 +10,11 @@ from typing import Any
 import etcd_client
 import pytest
 from cluster import TestCluster
+from programs import Program
 from reading import Loop
 from training import make_dataset
 
+from feedline.etcd import Etcd
 from manifests.errors import DispatcherUnavailable
 from manifests.wire import messages as m
 
@@ -212,23 +214,23 @@ def test_status_does_not_call_a_dead_etcd_ok(start: Callable[..., TestCluster], 
 
 
 def test_an_etcd_of_our_own_is_compacted_and_a_shared_one_is_not(tmp_path: Path, data: Any) -> None:
-    """A dispatcher that owns its etcd drops history; one beside it that does not own it (here: after the first was ended)
-    leaves all of it."""
     with TestCluster(workers=0, lease="1s", dispatcher_arguments=("--compact-every", "300ms")) as cluster:
-        cluster.register(data)
-        etcd = cluster.local.etcd.address
-        with etcd_client.connect(etcd) as client:
-            first = _revision(client)
-            cluster.wait_for("history is dropped", lambda: _compacted(client, first - 1), 5)
-    folder = tmp_path / "shared"
-    with TestCluster(workers=0, lease="1s", folder=folder) as cluster:
-        cluster.local._dispatcher_arguments.remove("--owns-etcd")
-        cluster.restart("dispatcher-0")
         cluster.register(data)
         with etcd_client.connect(cluster.local.etcd.address) as client:
             first = _revision(client)
+            cluster.wait_for("history is dropped", lambda: _compacted(client, first - 1), 5)
+    etcd = Etcd(tmp_path / "etcd", log=tmp_path / "etcd.log", fsync=False)
+    etcd.start()
+    line = ["--etcd", etcd.address, "--store", tmp_path / "store", "--listen", "127.0.0.1:0", "--lease", "1s"]
+    program = Program(*line, "--compact-every", "300ms")
+    try:
+        with etcd_client.connect(etcd.address) as client:
+            first = _revision(client)
             time.sleep(1.5)
             assert not _compacted(client, first - 1)
+    finally:
+        assert program.end()[0] == 0
+        etcd.stop()
 
 
 def _revision(client: Any) -> int:
