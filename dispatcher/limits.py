@@ -117,6 +117,8 @@ def check_open(ask: m.OpenJob) -> None:
         _numbers("seed", (settings.seed,), (1 << 63) - 1)
     if settings.shuffle is not None:
         _numbers("shuffle", (settings.shuffle.buffer, settings.shuffle.interleave), MOST_ROWS)
+        if settings.shuffle.interleave < 1:
+            raise ProtocolError("shuffle with interleave 0", cause="it is above zero")
     if not (math.isfinite(settings.max_bad) and 0 <= settings.max_bad <= MOST):
         raise ProtocolError(f"max_bad {settings.max_bad}", cause="it is a count of rows, or a share of them")
     _start(ask.start)

@@ -126,6 +126,7 @@ def test_an_open_that_makes_no_sense(bench):
                 {"seed": 1 << 63},
                 {"shuffle": m.Shuffle(buffer=-1)},
                 {"shuffle": m.Shuffle(interleave=1 << 62)},
+                {"shuffle": m.Shuffle(interleave=0)},
                 {"max_bad": math.nan},
                 {"max_bad": math.inf},
                 {"max_bad": -1},
