@@ -1,10 +1,14 @@
 """Grants: placement, what a rank waits for, fingerprints, expiry, open shards."""
 
+import random
+from collections import Counter
+
 import pytest
 from core_bench import LEASE, Bench, Rank
 
 from dispatcher import events, status
 from dispatcher.grants import EXPIRY_MS, MAX_OPEN
+from dispatcher.placement import size_of
 from manifests.errors import ConfigError, NoWorker, ProtocolError
 from manifests.wire import codec
 from manifests.wire import messages as m
@@ -361,3 +365,40 @@ def test_what_a_rank_waits_for_names_the_shard():
 
 def status_of(bench):
     return bench.apply(events.Asked, look=status.collect)
+
+
+def test_open_bytes_are_those_of_the_open_shards_whatever_happens():
+    bench = Bench([(number * 7919) % 60_000 + 1 for number in range(40)])
+    for name in ("w1", "w2", "w3"):
+        bench.worker(name)
+    opened = [bench.open(r, world_size=2) for r in range(2)]
+    draw = random.Random(5)
+    for turn in range(120):
+        rank = draw.randrange(2)
+        fail = (failure(draw.choice(["w1", "w2", "w3"]), draw.randrange(40)),) if turn % 9 == 0 else ()
+        bench.ask(
+            opened[rank],
+            rank,
+            draw.sample(range(40), draw.randrange(12)),
+            avoid=tuple(draw.sample(["w1", "w2", "w3"], draw.randrange(2))),
+            done=tuple(m.ShardAsk(source=0, shard=number) for number in draw.sample(range(40), 6)),
+            failures=fail,
+        )
+        if turn % 40 == 39:
+            bench.reload()
+            for name in ("w1", "w2", "w3"):
+                bench.worker(name)
+        expected = Counter()
+        for mine in bench.state.jobs.by_name["train"].assignments.values():
+            for (_, _, shard), worker in mine.items():
+                expected[worker] += size_of(bench.manifest.shards[shard].bytes)
+        assert bench.state.grants.open.bytes == expected and sum(expected.values())
+    for rank in range(2):
+        bench.report(opened[rank], rank, leaving=True)
+    assert (
+        not bench.state.grants.open.bytes and not bench.state.grants.open._open and not bench.state.grants.open._homes
+    )
+
+
+def failure(worker, shard):
+    return m.ReadFailure(worker=worker, source=0, shard=shard, code="shard-missing", message="gone")
