@@ -13,13 +13,10 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass, field
 from typing import Any
 
 from manifests import log
@@ -28,6 +25,7 @@ from manifests.errors import ConfigError, DispatcherUnavailable, FeedlineError, 
 from . import events
 from .effects import Effect, Log, Reply
 from .groups import transactions
+from .inbox import Inbox, Waiting
 from .leader import LeaderRecord, Leadership
 from .library import Library
 from .state import State
@@ -36,8 +34,6 @@ from .upkeep import Upkeep
 
 _log = logging.getLogger("dispatcher.driver")
 
-#: requests that may wait at once
-INBOX = 4096
 #: events applied before a commit
 GROUP = 256
 #: seconds between two ``TimePassed``
@@ -51,13 +47,6 @@ _LEASE_OVER = "its lease could have ended"
 
 class _StepDown(Exception):
     """This process may not lead any more; the text says why."""
-
-
-@dataclass
-class _Waiting:
-    event: Callable[..., events.Event]
-    future: Future[Any] = field(default_factory=Future)
-    cause: str = ""
 
 
 class Driver:
@@ -97,7 +86,7 @@ class Driver:
         self.lease = lease
         self._leadership = Leadership(store, lease, clock)
         self._upkeep = Upkeep(store, self._commits, compact_every=compact_every)
-        self._inbox: queue.Queue[_Waiting | None] = queue.Queue(INBOX)
+        self._inbox = Inbox()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dispatcher-driver", daemon=True)
         self._trouble, self._remedy = "this dispatcher is starting", ""
@@ -112,7 +101,7 @@ class Driver:
         self.serves = threading.Event()
 
     def __repr__(self) -> str:
-        return f"Driver({self._leadership!r}, inbox {self._inbox.qsize()}, {self.state!r})"
+        return f"Driver({self._leadership!r}, inbox {len(self._inbox)}, {self.state!r})"
 
     @property
     def record(self) -> LeaderRecord:
@@ -157,13 +146,8 @@ class Driver:
             FeedlineError: the answer. DispatcherUnavailable: this process does not lead, or was too slow.
         """
         self.check_leading()
-        waiting = _Waiting(make, cause=log.current_cause())
-        try:
-            self._inbox.put(waiting, timeout=timeout)
-        except queue.Full:
-            raise DispatcherUnavailable(
-                "the dispatcher is overloaded", cause=f"{INBOX} requests wait", detail={"retry": True}
-            ) from None
+        waiting = Waiting(make, cause=log.current_cause())
+        self._inbox.put(waiting, timeout)
         if self._closing.is_set():
             self._fail(waiting)
         try:
@@ -207,14 +191,11 @@ class Driver:
     def close(self, timeout: float = 5.0) -> None:
         """Resign and end the thread; waiting callers get ``DispatcherUnavailable``."""
         self._closing.set()
-        try:
-            self._inbox.put_nowait(None)
-        except queue.Full:
-            pass  # the thread sees the flag after the group in hand
+        self._inbox.wake()
         if self._thread.ident is not None:
             self._thread.join(timeout)
         self._upkeep.close()
-        self._drain()
+        self._refuse(self._inbox.take_all())
 
     # -- the driver's thread
 
@@ -302,7 +283,7 @@ class Driver:
         ticked = self._clock()
         try:
             while not self._closing.is_set():
-                group = self._gather()
+                group = self._inbox.gather(GROUP, TICK)
                 at, now_ms = self.now()
                 if self._leadership.over:
                     self._refuse(group)
@@ -322,28 +303,13 @@ class Driver:
             self._step_down(f"internal error: {error}")
             self._closing.wait(CAMPAIGN)
 
-    def _gather(self) -> list[_Waiting]:
-        """The next requests, at most a group of them; [] after a tick without any."""
-        found: list[_Waiting] = []
-        try:
-            item = self._inbox.get(timeout=TICK)
-            while True:
-                if item is not None:
-                    found.append(item)
-                if item is None or len(found) >= GROUP:
-                    break
-                item = self._inbox.get_nowait()
-        except queue.Empty:
-            pass
-        return found
-
     def _renew(self) -> None:
         trouble = self._leadership.renew()
         if trouble and not self._trouble:
             _log.warning("cannot renew the lease: %s", trouble)
         self._trouble = trouble
 
-    def _take(self, state: State, group: list[_Waiting]) -> None:
+    def _take(self, state: State, group: list[Waiting]) -> None:
         requests = dict(enumerate(group, 1))
         done: list[list[Effect]] = []
         try:
@@ -363,7 +329,7 @@ class Driver:
             self._refuse(waiting for waiting in group if not waiting.future.done())
             raise
 
-    def _perform(self, done: list[list[Effect]], requests: dict[int, _Waiting]) -> None:
+    def _perform(self, done: list[list[Effect]], requests: dict[int, Waiting]) -> None:
         """Commit what the events put and delete, in as few transactions as fit, and then reply."""
         for puts, deletes in transactions(done):
             self._sequence = self._store.commit(self._leading_term(), self._sequence, puts, deletes)
@@ -397,23 +363,14 @@ class Driver:
     def _step_down(self, why: BaseException | str) -> None:
         self.state = None
         self._note(why)
-        self._drain()
+        self._refuse(self._inbox.take_all())
         self._leadership.resign()
 
-    def _drain(self) -> None:
-        while True:
-            try:
-                item = self._inbox.get_nowait()
-            except queue.Empty:
-                return
-            if item is not None:
-                self._fail(item)
-
-    def _refuse(self, group: Iterable[_Waiting]) -> None:
+    def _refuse(self, group: Iterable[Waiting]) -> None:
         for waiting in group:
             self._fail(waiting)
 
-    def _fail(self, waiting: _Waiting) -> None:
+    def _fail(self, waiting: Waiting) -> None:
         if not waiting.future.done():
             waiting.future.set_exception(
                 DispatcherUnavailable(
