@@ -15,6 +15,7 @@ from functools import partial
 from importlib import metadata
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 
 from manifests import log
@@ -29,10 +30,13 @@ from . import audit, events, limits, status
 from .driver import Driver
 from .files import Files
 from .grants import MAX_AHEAD, MAX_ENDPOINTS
+from .job import Job
 from .records import DatasetRecord
 
 _log = logging.getLogger("dispatcher.service")
 
+#: skipped rows that an audit lists
+LISTED = 1000
 #: release of this program, for Hello
 RELEASE = metadata.version("feedline")
 
@@ -169,12 +173,21 @@ class Service:
         return m.Document(json=json.dumps(document).encode())
 
     def _audit(self, ask: m.GetAudit) -> m.Message:
-        snap: audit.Snapshot = self._driver.submit(
+        snap: audit.Snapshot
+        snap, skipped = self._driver.submit(
             partial(
-                events.Asked, look=lambda state, event: audit.snapshot(state.jobs.find(ask.job), event.at, state.lease)
+                events.Asked,
+                look=lambda state, event: (
+                    audit.snapshot(state.jobs.find(ask.job), event.at, state.lease),
+                    _skipped(state.jobs.find(ask.job)),
+                ),
             )
         )
-        return m.Document(json=json.dumps(audit.audit(snap, ask.epoch, self._files.shard_rows)).encode())
+        document = audit.audit(snap, ask.epoch, self._files.shard_rows)
+        rows = {row.sample_id: row for epoch, found in skipped if epoch == document["epoch"] for row in found}
+        named = [msgspec.structs.asdict(row) for _, row in sorted(rows.items())[:LISTED]]
+        document["skipped_rows"] = named if document["skipped"] else []
+        return m.Document(json=json.dumps(document).encode())
 
     def _hello(self, ask: m.Hello) -> m.Message:
         term = self._driver.term
@@ -255,6 +268,13 @@ class Service:
         data = codec.encode(spec)
         self._files.put_blob(digest_of(data), data)
         return digest_of(data)
+
+
+def _skipped(job: Job) -> list[tuple[int, tuple[m.SkippedRow, ...]]]:
+    """(epoch, bad samples that were skipped in it) as far as the books name them, oldest books first."""
+    folded = [(epoch, book.skipped) for (_, epoch), book in sorted(job.folded.items())]
+    now = [(epoch, book.progress.skipped) for epoch, ranks in job.ranks.items() for book in ranks.values()]
+    return folded + now
 
 
 def _parse_path(path: tuple[str, ...]) -> tuple[str, str, int, int]:

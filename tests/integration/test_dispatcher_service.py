@@ -497,3 +497,22 @@ def test_what_an_ask_looks_up_is_in_memory_before_it_comes_to_the_driver(call, m
     finally:
         files.manifest = parse
     assert threads and "dispatcher-driver" not in threads
+
+
+def test_the_audit_names_skipped_rows(call, manifest):
+    upload(call, manifest)
+    settings = msgspec.structs.replace(opening(manifest).settings, on_error="skip", lanes=1, shuffle=None)
+    opened = call(opening(manifest, settings=settings), m.JobOpened)
+    assert json.loads(call(m.GetAudit(job="train"), m.Document).json)["skipped_rows"] == []
+    row = m.SkippedRow(sample_id=1, key="k1", shard="/data/photos-0.tar", reason="truncated")
+    books = m.EpochProgress(
+        epoch=0, step=1, acked_step=1, handed=(2,), acked=(2,), skipped=(row,), acked_skipped=1,
+        source=m.IdSum(count=1), handed_out=m.IdSum(count=1),
+    )  # fmt: skip
+    report = m.Report(job="train", generation=opened.generation, rank=0, holder="u0", epochs=(books,))
+    call(report, m.Reported)
+    audit = json.loads(call(m.GetAudit(job="train"), m.Document).json)
+    assert audit["skipped"] == 1
+    assert audit["skipped_rows"] == [
+        {"sample_id": 1, "key": "k1", "shard": "/data/photos-0.tar", "reason": "truncated"}
+    ]
