@@ -232,8 +232,9 @@ class Feed:
         if keeper.waiting_code == "rank-absent":
             return RankAbsent, keeper.waiting
         about = "" if first is None else f"shard {first[0].shards[first[1]]}: "
-        if keeper.waiting:
-            return (NoWorker if keeper.waiting_code == "no-worker" else WaitTimeout), about + keeper.waiting
+        if waiting := keeper.waiting:
+            kind = NoWorker if keeper.waiting_code == "no-worker" else WaitTimeout
+            return kind, waiting if waiting.startswith("shard ") else about + waiting
         if first is None:
             more = self.leg.dynamic and not self.leg.final
             return WaitTimeout, "more rows of the epoch were asked for" if more else "rows on their way"

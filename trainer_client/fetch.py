@@ -257,15 +257,19 @@ class Fetch:
             workers = [w for w in self._avoided.usable(held.workers, shard) if w.id != without]
             if not workers:
                 continue
-            if shard not in self._stretches:
-                if len(self._stretches) > 4096:
-                    self._stretches.clear()
-                self._stretches[shard] = stretch_rows(self._shard_rows(shard), size) if self.row_size_known else 0
-            stretch = self._stretches[shard]
+            stretch = self._stretch(shard, size)
             if stretch:
                 workers.sort(key=lambda w: w.id)
             sources[shard] = Source(tuple(workers), held.signed, stretch, shard in self._alone)
         return cut(offsets, shards, chunk.rows[offsets], sources, int(max(1, READ_BYTES // max(1.0, size))))
+
+    def _stretch(self, shard: int, size: float) -> int:
+        """Rows of a stretch of this shard, always the same; 0: it is not big, or that is not known yet."""
+        if shard not in self._stretches and self.row_size_known:
+            if len(self._stretches) > 4096:
+                self._stretches.clear()
+            self._stretches[shard] = stretch_rows(self._shard_rows(shard), size)
+        return self._stretches.get(shard, 0)
 
     def _submit(self, chunk: Chunk, one: Cut, hedge: bool = False) -> None:
         read = Read(
