@@ -49,6 +49,8 @@ class Feed:
         seat: for whom grants are asked.
         stall: seconds of silence after which a read moves. timeout: seconds without any row after which waiting ends.
         fatal: called with an error that ends the loader (``Fenced`` and the like).
+        after: the feed of the epoch before, which plans all its rows before this one plans any; until then grants are
+            all that is asked for.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Feed:
         stall: float,
         timeout: float,
         fatal: Callable[[FeedlineError], None],
+        after: Feed | None = None,
     ) -> None:
         self.leg = leg
         self.epoch = epoch
@@ -82,6 +85,7 @@ class Feed:
         self._grow = _FIRST_BYTES
         self._count = 1  # rows of a chunk, about
         self._waits_since = 0.0
+        self._after = after
         self._ahead = LookAhead(leg)
         self._last_wanted: list[int] = []
         avoided = Avoided()
@@ -118,6 +122,11 @@ class Feed:
     def planned_all(self) -> bool:
         """Every row of the leg is planned, as far as is known of bad ones."""
         return self.leg.final and self._planned >= self._needed()
+
+    @property
+    def looked_all(self) -> bool:
+        """Every row of the leg is planned or known to come next: its grants are held or were asked for."""
+        return self.leg.final and self._ahead.end >= self._needed()
 
     def status(self, first: int, count: int) -> npt.NDArray[np.int32]:
         """Marks of the rows ``first ..`` of the read stream that are planned, at most ``count``, cut at the first one
@@ -291,11 +300,20 @@ class Feed:
         if chunk is None and not issued and not looked:
             with self._lock:
                 pause = _IDLE if self._fetch.idle and not self._starving else _ROUND
-                self._lock.wait_for(lambda: self._news != news or self._closing, pause)
+                turn = self._is_turn()
+                self._lock.wait_for(lambda: self._news != news or self._closing or self._is_turn() != turn, pause)
         return True
+
+    def _is_turn(self) -> bool:
+        """The epoch before needs no more room."""
+        if self._after is not None and (self._after.planned_all or self._after._closing):
+            self._after = None
+        return self._after is None
 
     def _next_chunk(self) -> Chunk | None:
         limit = self._limit()
+        if not self._is_turn():
+            return None
         with self._lock:
             wanted = limit - self._planned
             if wanted <= 0:

@@ -139,9 +139,9 @@ class Run:
         return epoch
 
     def look_ahead(self, first_epoch: int, stop: int | None) -> None:
-        """Start on the rows of the next epoch once those of the current one are all under way."""
+        """Ask for the next epoch once all rows of the current one are known; they are read after those."""
         epoch = self.current
-        if self._ahead is not None or epoch is None or epoch.feed is None or not epoch.feed.planned_all:
+        if self._ahead is not None or epoch is None or epoch.feed is None or not epoch.feed.looked_all:
             return
         if not epoch.leg.final:
             return
@@ -150,7 +150,7 @@ class Run:
             return
         self._ahead = self._make(following, first_epoch)
         if self._ahead.leg.steps:
-            self._ahead.feed = self._feed(self._ahead)
+            self._ahead.feed = self._feed(self._ahead, after=epoch.feed)
 
     def _make(self, number: int, first_epoch: int) -> Epoch:
         settings, start = self.settings, self.start
@@ -187,7 +187,7 @@ class Run:
             self._plans = {number: plan for number, plan in self._plans.items() if number >= epoch - 2} | {epoch: found}
         return found
 
-    def _feed(self, epoch: Epoch) -> Feed:
+    def _feed(self, epoch: Epoch, after: Feed | None = None) -> Feed:
         with self._feeds_lock:
             if self._closed:
                 raise Closed
@@ -202,6 +202,7 @@ class Run:
                 stall=float(self.config.options.stall),
                 timeout=self.config.timeout,
                 fatal=self.fail,
+                after=after,
             )
             self._feeds.append(feed)
         return feed

@@ -138,8 +138,8 @@ def test_no_worker_is_idle_beside_one_huge_shard(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seconds", [8.0, pytest.param(30.0, marks=pytest.mark.slow)])
 def test_grants_that_are_held_carry_the_loop(tmp_path: Path, seconds: float) -> None:
     """Case 23: dispatcher and etcd are away; a loop of 100 steps per second does not notice, though hardly any of the
-    rows had been read before."""
-    shards = int(40 + 10 * seconds)
+    rows had been read before and the next epoch begins meanwhile."""
+    shards = int(20 + 5 * seconds)
     with TestCluster(workers=2) as cluster:
         cluster.register(make_dataset(tmp_path / "numbers", [20] * shards))
         begun = threading.Event()
@@ -147,8 +147,8 @@ def test_grants_that_are_held_carry_the_loop(tmp_path: Path, seconds: float) -> 
         ids: list[int] = []
 
         def train() -> None:
-            with make_loader(cluster.address, batch_size=2, prefetch="16KiB", timeout=60.0) as loader:
-                found, slowest = loop(loader, lambda step: begun.set() if step == 200 else None, pause=0.01)
+            with make_loader(cluster.address, batch_size=2, prefetch="16KiB", epochs=2, timeout=60.0) as loader:
+                found, slowest = loop(loader, lambda step: begun.set() if step == 150 else None, pause=0.01)
                 ids.extend(found)
                 slow.append(slowest)
 
@@ -163,9 +163,10 @@ def test_grants_that_are_held_carry_the_loop(tmp_path: Path, seconds: float) -> 
         cluster.start_dispatcher()
         training.join(60.0)
         assert not training.is_alive()
-        assert sorted(ids) == list(range(20 * shards))
+        assert sorted(ids) == sorted([*range(20 * shards)] * 2)
         assert slow[0] < 1.0, f"a step took {slow[0]:.1f} s"
-        check_audit(cluster, "job")
+        check_audit(cluster, "job", 0)
+        check_audit(cluster, "job", 1)
 
 
 # -- shards that cannot be read
