@@ -8,6 +8,7 @@ is that of the id it came under.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -157,7 +158,7 @@ def run_ranks(
                 if not catch:
                     raise
                 return Rank(error=(error.code, str(error)))
-            if settings.get("epochs", 1) is not None:
+            with contextlib.suppress(TypeError):
                 found.length = len(loader)
             return found
 
@@ -214,6 +215,9 @@ def fresh(address: str, world: int = 1, **settings: Any) -> list[Rank]:
 def _main() -> None:
     spec = json.load(sys.stdin)
     ranks: list[Rank] = []
+    if "diary" in spec:
+        _keep_diary(spec["address"], Path(spec["diary"]), **spec["settings"])
+        return
     if spec["settings"].get("store"):
         ranks = [_with_gloo(spec["address"], **spec["settings"])]
     elif not spec["die"]:
@@ -256,6 +260,149 @@ def _without_close(
         return found
 
     return in_threads(world, act)
+
+
+# -- one rank in a process that a test may kill --------------------------------------------------------------------
+
+
+class RankProcess:
+    """One rank in a process of its own that writes down each batch when it has it, so that nothing of what it got is lost
+    when it is killed.
+
+    Args:
+        diary: the file. delay: seconds after each batch. ack_every: batches after which ``ack()`` is called (manual).
+        hold: after how many batches it stops asking, and stays; None: never.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        diary: Path,
+        *,
+        delay: float = 0.0,
+        ack_every: int = 1,
+        hold: int | None = None,
+        **settings: Any,
+    ) -> None:
+        self.diary = diary
+        own = {"delay": delay, "ack_every": ack_every, "hold": hold}
+        spec = {"address": address, "diary": str(diary), "settings": {**own, **settings}}
+        self.process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(spec))
+        self.process.stdin.close()
+
+    def lines(self) -> list[dict[str, Any]]:
+        """What it wrote down until now."""
+        text = self.diary.read_text() if self.diary.exists() else ""
+        return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+
+    @property
+    def batches(self) -> list[dict[str, Any]]:
+        """``ids``, ``pads`` and ``epochs`` of every batch it got."""
+        return [line for line in self.lines() if "ids" in line]
+
+    @property
+    def acked(self) -> int:
+        """Batches it surely acknowledged."""
+        return max([line["acked"] for line in self.lines() if "acked" in line], default=0)
+
+    @property
+    def end(self) -> dict[str, Any] | None:
+        """``state`` and ``error`` (code and text, or None), once its loop is over."""
+        return next((line for line in self.lines() if "state" in line), None)
+
+    def wait_for(self, batches: int, timeout: float = 30.0) -> None:
+        """Wait until it got so many batches."""
+        self._wait(lambda: len(self.batches) >= batches, f"{batches} batches", timeout)
+
+    def wait_end(self, timeout: float = 40.0) -> dict[str, Any]:
+        """Wait until its loop is over."""
+        self._wait(lambda: self.end is not None, "an end", timeout)
+        found = self.end
+        assert found is not None
+        return found
+
+    def _wait(self, condition: Callable[[], bool], what: str, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        while not condition():
+            assert time.monotonic() < deadline, f"no {what} within {timeout:g} s: {self.lines()[-2:]}"
+            if self.process.poll() is not None and not condition():
+                assert self.process.stderr is not None
+                raise AssertionError(
+                    f"no {what}, it ended with {self.process.returncode}: {self.process.stderr.read()}"
+                )
+            time.sleep(0.02)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until it is gone."""
+        self.process.kill()
+        self.process.wait(10)
+        self._close()
+
+    def finish(self, timeout: float = 40.0) -> dict[str, Any]:
+        """Wait until its loop and then the process is over."""
+        found = self.wait_end(timeout)
+        self.process.wait(20)
+        self._close()
+        return found
+
+    def _close(self) -> None:
+        if self.process.stderr is not None:
+            self.process.stderr.close()
+
+    def __enter__(self) -> RankProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(10)
+        self._close()
+
+
+def _keep_diary(
+    address: str,
+    path: Path,
+    *,
+    delay: float,
+    ack_every: int,
+    hold: int | None,
+    state: Any = None,
+    passes: int = 1,
+    **settings: Any,
+) -> None:
+    with path.open("a") as diary, make_loader(address, **settings) as loader:
+
+        def write(**line: Any) -> None:
+            diary.write(json.dumps(line) + "\n")
+            diary.flush()
+
+        error = None
+        if state is not None:
+            loader.load_state_dict(state)
+        try:
+            number = 0
+            for batch in (batch for _ in range(passes) for batch in loader):
+                found = Rank()
+                found.add(batch)
+                epochs = batch["__epoch__"].tolist() if "__epoch__" in batch else []
+                write(ids=found.ids[0], pads=found.pads[0], epochs=epochs)
+                number += 1
+                if settings.get("ack") == "manual" and number % ack_every == 0:
+                    loader.ack()
+                    write(acked=number)
+                while hold is not None and number >= hold:
+                    time.sleep(1.0)
+                time.sleep(delay)
+            if settings.get("ack") == "manual":
+                loader.ack()
+                write(acked=number)
+        except FeedlineError as found_error:
+            error = found_error.code, str(found_error)
+        write(state=loader.state_dict(), error=error)
 
 
 def _with_gloo(address: str, *, store: str, gloo_rank: int, gloo_world: int, **settings: Any) -> Rank:

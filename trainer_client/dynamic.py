@@ -115,8 +115,10 @@ class DynamicLeg:
         #: batches to hand out; without quotas not known before the end
         self.steps = math.ceil(self.quota / batch_size) if self.tail != "ragged" else sys.maxsize
         self._needed = self._useless = 0
-        #: a rank of an elastic job that was taken over has not the lane of the start point: the first answer tells
-        self._unsure = elastic and start is not None
+        #: the lane is that of the start point, and the dispatcher has not answered yet: it may have given the rank of an
+        #: elastic job another one
+        self._unsure = start is not None
+        self._elastic = elastic
         self._asked_at_end = False
         self._final = False
         self._check_final(False)
@@ -175,7 +177,7 @@ class DynamicLeg:
     def certain(self) -> int:
         """Rows of the read stream that ``refs`` can give now."""
         with self._lock:
-            if self._unsure:
+            if self._unsure and self._elastic:
                 return 0
             if not self._final:
                 return max(0, min(self._most, self._lane.certain - self._start))
@@ -276,15 +278,15 @@ class DynamicLeg:
     def wanted(self, read: int) -> int:
         """Rows the lane has to have, from its beginning, for the first ``read`` rows of the read stream to be certain."""
         with self._lock:
-            known = self._lane.length - self._start
+            length = self._lane.length
             if self._final:
-                return self._lane.length
-            if self._unsure:
-                return self._lane.length + 1
+                return length
+            known = length - self._start
             if self.tail == "ragged" and self._lane.ends_with_cut:
-                return self._lane.length + (self._needed > known)
-            reach = max(read, self._needed) + self._window
-            return max(self._lane.length, self._start + min(reach, self._most))
+                most = length + (self._needed > known)
+            else:
+                most = self._start + min(max(read, self._needed) + self._window, self._most)
+            return max(most, length + self._unsure)
 
     def place(self, read: int) -> int:
         """The place in the lane when ``read`` rows of the read stream were handed out, for an ask that is made now. Rows
@@ -338,7 +340,7 @@ class DynamicLeg:
     def _check_final(self, told: bool, nothing: bool = False) -> None:
         reached = self._lane.length - self._start >= self._most
         ended = self.tail == "ragged" and nothing and self._lane.ends_with_cut and self._asked_at_end
-        if told or reached or ended:
+        if told or ended or (reached and not self._unsure):
             self._end()
 
     def _end(self) -> None:

@@ -189,6 +189,8 @@ def join(states: Sequence[Mapping[str, Any]]) -> StartPoint:
     lanes = tuple(parts[rank].grants for rank in sorted(parts))
     if missing and not taken and all(step == 0 for step in steps.values()):
         missing, lanes = (), ()  # the beginning of an epoch
+    if not _apart(list(parts.values()), taken):
+        lanes = ()
     return StartPoint(
         kind="checkpoint",
         epoch=first["epoch"],
@@ -203,6 +205,20 @@ def join(states: Sequence[Mapping[str, Any]]) -> StartPoint:
         carried=_still_carried([p for part in parts.values() for p in part.carried], gone),
         missing=missing,
     )
+
+
+def _apart(parts: Sequence[_Part], taken: Ranges) -> bool:
+    """No row is in two lanes, nor taken and still to leave one: otherwise a rank had left, others got what it had, and the
+    states were saved at different times."""
+    held = Ranges.of([])
+    for part in parts:
+        epoch = part.state["epoch"]
+        own = Ranges.of((p.start, p.stop) for p in part.lane.pieces if p.epoch == epoch)
+        unread = Ranges.of((a, b) for e, a, b in part.lane.remaining(part.grants.place) if e == epoch)
+        if own & held or unread & taken:
+            return False
+        held = held | own
+    return True
 
 
 def start_for(start: StartPoint, settings: JobSettings, rows: int, *, quotas: bool) -> StartPoint:

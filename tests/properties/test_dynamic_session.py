@@ -47,7 +47,7 @@ def check_whole(game: Game, bad=frozenset()) -> None:
 
 
 @given(cases, tails, st.data())
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_every_row_once_whoever_is_faster(case, tail, data):
     world, batch = data.draw(worlds(case)), data.draw(st.integers(1, 4))
     bad = data.draw(bad_rows(case))
@@ -57,7 +57,7 @@ def test_every_row_once_whoever_is_faster(case, tail, data):
 
 
 @given(cases, tails, st.data())
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_rows_leave_by_the_rule(case, tail, data):
     """What a rank hands out is its pieces, group by group, through the keyed window, cuts kept apart."""
     world = data.draw(worlds(case))
@@ -75,7 +75,7 @@ def test_rows_leave_by_the_rule(case, tail, data):
 
 
 @given(cases, st.data())
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_pads_are_those_of_the_deterministic_order(case, data):
     world = data.draw(worlds(case))
     game = Game(case, world, 3)
@@ -86,7 +86,7 @@ def test_pads_are_those_of_the_deterministic_order(case, data):
 
 
 @given(cases, tails, st.data())
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_chains_of_states_over_world_sizes(case, tail, data):
     """Saved after any batch and loaded by as many ranks or others, again and again: every row once."""
     bad = data.draw(bad_rows(case))
@@ -122,9 +122,11 @@ def test_chains_of_states_over_world_sizes(case, tail, data):
 @pytest.mark.parametrize("tail", ["pad", "drop", "ragged"])
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_saved_and_loaded_at_once_the_same_batches_come(world, tail):
-    """What was certain when the states were saved comes as it would have; with one rank that is all of it."""
-    for k in range(1, 20 // world):
-        game = Game(UNEVEN, world, 2, tail, ahead=6)
+    """What was certain when the states were saved comes as it would have; with one rank that is all of it, unless shards
+    are interleaved, where it depends on the asks which are in one group."""
+    plain = Case(UNEVEN.rows, seed=4, epoch=1, shuffle=Shuffle(buffer=24))
+    for case, k in ((case, k) for case in (UNEVEN, plain) for k in range(1, 20 // world)):
+        game = Game(case, world, 2, tail, ahead=6)
         game.run(in_turn(), k)
         game.floor()
         known = [
@@ -138,7 +140,7 @@ def test_saved_and_loaded_at_once_the_same_batches_come(world, tail):
             )
             for one in game.ranks
         ]
-        again = Game(UNEVEN, world, 2, tail, start=load(game.states()).start, ahead=6, number=2)
+        again = Game(case, world, 2, tail, start=load(game.states()).start, ahead=6, number=2)
         before = [len(one.batches) for one in game.ranks]
         game.run(in_turn())
         again.run(in_turn())
@@ -147,7 +149,7 @@ def test_saved_and_loaded_at_once_the_same_batches_come(world, tail):
             now = [row for batch in other.batches for row, _ in batch]
             sure = min(len(rows), len(rest))
             assert now[:sure] == rest[:sure] == rows[:sure]
-            if world == 1:
+            if world == 1 and case is plain:
                 assert now == rest
             if tail != "ragged":
                 assert len(other.batches) == len(one.batches) - at
@@ -172,6 +174,22 @@ def test_unequal_steps_go_together_where_the_floors_allow_it(elastic):
     late["dynamic"] = {**late["dynamic"], "floor": "0000000000000001", "floor_step": "0000000000000008"}
     with pytest.raises(StateMismatch, match=r"ranks 0, 1 lie too far apart.* rank 1 is at step 2, rank 0 at step 9"):
         load([late, states[1]])
+
+
+def test_rows_that_went_from_a_rank_that_left_to_another_are_granted_anew():
+    """One rank saves and closes, the other gets what it had not handed out, and saves later."""
+    game = Game(UNEVEN, 2, 2, "ragged", ahead=10)
+    for rank in (0, 1, 0):
+        game.step(rank)
+    early = game.states()[0]
+    game.pool.end(0, game.ranks[0].place)
+    for _ in range(15):
+        game.step(1)
+    start = load([early, game.states()[1]]).start
+    assert sorted(rows_of(UNEVEN, start.ranges)) == sorted(game.all_real()) and start.lanes == ()
+    again = Game(UNEVEN, 2, 2, "ragged", start=start, number=2)
+    again.run(in_turn())
+    assert sorted(game.all_real() + again.all_real()) == sorted(UNEVEN.order)
 
 
 def test_equal_steps_are_required_of_jobs_with_quotas():
