@@ -14,34 +14,51 @@ left early), or lost. Ids are checked with order-independent sums: the sum over 
 plan's rows s..h without the skipped ones. If it is not, the ranks' own details tell what was lost or repeated; without
 details at least one row of each.
 
+In dynamic order the same holds for sets of plan positions instead of counts per lane. Rows that an elastic job carried over
+into a later epoch are open until that epoch's books acknowledge them. Rows in quarantine are part of neither id sum.
+
     rows       = acknowledged + lost + skipped + dropped + abandoned + quarantined + open
     handed_out = acknowledged + repeated + rewound + handed out but not yet acknowledged or abandoned
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from manifests.errors import ConfigError
-from manifests.identity import id_sum
+from manifests.granted import decode_pieces
 from manifests.plan import Plan
+from manifests.ranges import Ranges
 from manifests.wire import messages as m
 
 from . import books, line
 from .job import Job
-from .records import EpochRecord, GenerationRecord
+from .legs import Carried, LaneLeg, SetLeg, Sum
+from .pool import Pool, taken_before
+from .records import EpochRecord, GenerationRecord, LaneRecord, PoolRecord, QuarantineRecord, RankEpochRecord
 
 I64 = npt.NDArray[np.int64]
-_MASK = (1 << 64) - 1
-#: rows whose ids are computed at a time
-_CHUNK = 1 << 18
 #: shards listed in the document
 LISTED = 1000
+
+
+@dataclass(frozen=True)
+class OpenEpoch:
+    """Books of an epoch that were not folded yet, to be folded beside the driver's thread."""
+
+    ranks: Mapping[int, RankEpochRecord]
+    pool: PoolRecord | None
+    lanes: tuple[LaneRecord, ...]
+    through: frozenset[int]
+
+    def fold(self, generation: GenerationRecord, epoch: int) -> EpochRecord:
+        pool = Pool.load(generation, self.pool, self.lanes) if self.pool is not None else None
+        return books.fold(generation, epoch, self.ranks, pool, self.through)
 
 
 @dataclass(frozen=True)
@@ -51,9 +68,17 @@ class Snapshot:
     job: str
     current: int
     generations: Mapping[int, GenerationRecord]
-    books: Mapping[tuple[int, int], EpochRecord]
+    folded: Mapping[tuple[int, int], EpochRecord]
+    unfolded: Mapping[int, OpenEpoch]
+    quarantine: Mapping[tuple[int, int, int], QuarantineRecord]
     newest_epoch: int
     live: bool
+
+    def books(self) -> dict[tuple[int, int], EpochRecord]:
+        """Every (generation, epoch) with books."""
+        generation = self.generations[self.current]
+        now = {(self.current, epoch): found.fold(generation, epoch) for epoch, found in self.unfolded.items()}
+        return {**self.folded, **now}
 
 
 def snapshot(job: Job, at: float, lease: float) -> Snapshot:
@@ -62,27 +87,22 @@ def snapshot(job: Job, at: float, lease: float) -> Snapshot:
         job=job.name,
         current=job.record.generation,
         generations=dict(job.generations),
-        books=job.all_books(),
+        folded=dict(job.folded),
+        unfolded={epoch: _open_epoch(job, epoch) for epoch in job.unfolded()},
+        quarantine=dict(job.quarantine),
         newest_epoch=job.newest_epoch(),
         live=job.any_live(at, lease),
     )
 
 
-@dataclass
-class _Sum:
-    """Counters of the document."""
-
-    acknowledged: int = 0
-    handed_out: int = 0
-    lost: int = 0
-    repeated: int = 0
-    skipped: int = 0
-    dropped: int = 0
-    abandoned: int = 0
-    rewound: int = 0
-    open: int = 0
-    padded: int = 0
-    shards: list[dict[str, Any]] = field(default_factory=list)
+def _open_epoch(job: Job, epoch: int) -> OpenEpoch:
+    pool = job.pools.get(epoch)
+    return OpenEpoch(
+        ranks=dict(job.ranks.get(epoch, {})),
+        pool=pool.record() if pool is not None else None,
+        lanes=tuple(pool.lane_record(rank) for rank in pool.lanes) if pool is not None else (),
+        through=frozenset(job.through(epoch)),
+    )
 
 
 def audit(snap: Snapshot, epoch: int | None, shard_rows: Callable[[str], I64]) -> dict[str, Any]:
@@ -95,33 +115,37 @@ def audit(snap: Snapshot, epoch: int | None, shard_rows: Callable[[str], I64]) -
         ConfigError: an epoch that the job has not entered, or that the record does not reach back to.
     """
     epoch = snap.newest_epoch if epoch is None else epoch
-    found = line.find(snap.generations, snap.books, snap.current, epoch)
+    all_books = snap.books()
+    found = line.find(snap.generations, all_books, snap.current, epoch)
     if found is None:
-        lowest, highest = line.entered(snap.generations, snap.books, snap.current)
+        lowest, highest = line.entered(snap.generations, all_books, snap.current)
         if lowest <= epoch <= highest:
             raise ConfigError(f"job {snap.job} has not entered epoch {epoch}")
         raise ConfigError(f"job {snap.job} has no epoch {epoch}", cause=f"it has been in epochs {lowest} to {highest}")
     last, vouched = found.legs[-1], found.vouched
-    total = _Sum()
+    total = Sum()
     # the first start point of the line vouches for what lies before it
-    before = int(books.start_counts(found.legs[0], epoch).sum())
+    before = rows_before(found.legs[0], epoch)
     total.acknowledged += before
     total.handed_out += before
+    quarantined = Ranges.of([])
     for place, generation in enumerate(found.legs):
-        book = snap.books.get((generation.number, epoch)) or books.fold(generation, epoch, {})
-        leg = _Leg(generation, book, epoch, _plan(generation, epoch, shard_rows))
+        book = all_books.get((generation.number, epoch)) or books.fold(generation, epoch, {})
+        leg = _leg(generation, book, epoch, _plan(generation, epoch, shard_rows))
+        quarantined |= leg.quarantined
         if generation is last:
-            leg.last(total, vouched)
+            leg.last(total, vouched, _carried(snap.generations, all_books, last, epoch))
         else:
-            leg.earlier(total, books.start_counts(found.legs[place + 1], epoch))
+            leg.earlier(total, found.legs[place + 1])
     numbers = {generation.number for generation in found.legs}
-    for (number, book_epoch), book in snap.books.items():
+    for (number, book_epoch), book in all_books.items():
         if book_epoch == epoch and number >= found.root and number not in numbers:
-            leg = _Leg(snap.generations[number], book, epoch, None)
-            total.rewound += leg.handed_rows
-            total.handed_out += leg.handed_rows
-    last_book = snap.books.get((last.number, epoch))
-    over = vouched or (last_book is not None and not last_book.unfinished)
+            rows = _leg(snap.generations[number], book, epoch, None).handed_rows + book.rewound
+            total.rewound += rows
+            total.handed_out += rows
+    total.shards += _quarantined_shards(snap, numbers, quarantined, shard_rows(last.settings.sources[0].digest))
+    last_book = all_books.get((last.number, epoch))
+    over = (vouched or (last_book is not None and not last_book.unfinished)) and not total.open
     reading = snap.live and last.number == snap.current
     state = "complete" if over else "running" if reading else "stopped"
     return {
@@ -139,7 +163,7 @@ def audit(snap: Snapshot, epoch: int | None, shard_rows: Callable[[str], I64]) -
         "dropped": total.dropped,
         "abandoned": total.abandoned,
         "rewound": total.rewound,
-        "quarantined": 0,
+        "quarantined": total.quarantined,
         "padded": total.padded,
         "open": total.open,
         "shards": total.shards[:LISTED],
@@ -157,158 +181,59 @@ def _plan(generation: GenerationRecord, epoch: int, shard_rows: Callable[[str], 
     )
 
 
-class _Leg:
-    """Books of one generation in the epoch, per lane (all arrays int64 [lanes])."""
+def _leg(generation: GenerationRecord, book: EpochRecord, epoch: int, plan: Plan | None) -> LaneLeg | SetLeg:
+    kind = SetLeg if generation.settings.order == "dynamic" else LaneLeg
+    return kind(generation, book, epoch, plan)
 
-    def __init__(self, generation: GenerationRecord, book: EpochRecord, epoch: int, plan: Plan | None) -> None:
-        self.generation = generation
-        self.book = book
-        self.plan = plan
-        self.sizes = books.sizes_of(generation)
-        self.start = books.start_counts(generation, epoch)
-        self.handed = np.maximum(books.handed_counts(generation, book), self.start)
-        self.acked = np.maximum(books.acked_counts(generation, book), self.start)
-        self.skipped_ids = np.frombuffer(book.skipped_ids, "<i8").astype(np.int64)
-        #: rows handed to loops, pads and skipped rows not counted, as the plan has it
-        self.handed_rows = int((self.handed - self.start).sum()) - len(self.skipped_ids)
-        self.ranks = np.arange(len(self.sizes)) % generation.settings.world_size
 
-    def _of(self, ranks: tuple[int, ...]) -> npt.NDArray[np.bool_]:
-        return np.isin(self.ranks, ranks)
+def rows_before(generation: GenerationRecord, epoch: int) -> int:
+    """Rows of the epoch that lie before the generation's start point."""
+    if generation.settings.order == "dynamic":
+        return len(taken_before(generation, epoch))
+    return int(books.start_counts(generation, epoch).sum())
 
-    def earlier(self, total: _Sum, cap: I64) -> None:
-        """A generation that another start point in this epoch follows: only rows before ``cap`` count."""
-        inside = np.clip(self.handed, self.start, np.maximum(cap, self.start))
-        skipped = self._skipped_before(inside)
-        past = int((self.handed - inside).sum()) - (len(self.skipped_ids) - skipped)
-        gap = np.maximum(cap - inside, 0)
-        total.rewound += past
-        total.skipped += skipped
-        total.acknowledged += int((inside - self.start).sum()) - skipped
-        total.handed_out += self.handed_rows
-        # the start point counts rows that no report told of: handed out, but for the end of ranks that are through
-        self._missing(total, gap, vouched=True, to_end=False)
-        self._check(total)
 
-    def last(self, total: _Sum, vouched: bool) -> None:
-        """The last generation of the line in this epoch. ``vouched``: a later start point lies past the epoch."""
-        book = self.book
-        open_lanes = self._of(book.unfinished)
-        total.padded += book.padded
-        total.handed_out += self.handed_rows
-        if vouched:
-            total.skipped += len(self.skipped_ids)
-            total.acknowledged += self.handed_rows
-            self._missing(total, self.sizes - self.handed, vouched=True, to_end=True)
-        else:
-            total.skipped += book.acked_skipped
-            total.acknowledged += int((self.acked - self.start).sum()) - book.acked_skipped
-            unacked = self.handed - self.acked
-            total.open += int((unacked + self.sizes - self.handed)[open_lanes].sum())
-            abandoned = self._of(book.abandoned)
-            total.abandoned += int(unacked[abandoned].sum())
-            total.acknowledged += int(unacked[~(open_lanes | abandoned)].sum())
-            missing = np.where(open_lanes, 0, self.sizes - self.handed)
-            self._missing(total, missing, vouched=False, to_end=True)
-        self._check(total)
+def _carried(generations: line.Generations, all_books: line.Books, last: GenerationRecord, epoch: int) -> Carried:
+    """What later epochs handed out of the rows of ``epoch``. ``last``: the last generation that was in it."""
+    newest, remaining = last, None
+    for number in sorted(generations, reverse=True):
+        generation = generations[number]
+        if number > last.number and generation.start.epoch > epoch and line.leads_to(generations, generation, last):
+            newest = generation
+            pieces = decode_pieces(generation.start.carried)
+            remaining = sum(len(piece) for piece in pieces if piece.epoch == epoch)
+            break
+    found = [
+        item
+        for (number, later), book in all_books.items()
+        if number == newest.number and later > epoch
+        for item in book.carried
+        if item.epoch == epoch
+    ]
+    return Carried(
+        handed_out=books.add_sums([item.handed_out for item in found]),
+        acknowledged=books.add_sums([item.acknowledged for item in found]),
+        remaining=remaining,
+    )
 
-    def _missing(self, total: _Sum, missing: I64, *, vouched: bool, to_end: bool) -> None:
-        """Sort rows that were never reported as handed out.
 
-        Args:
-            vouched: a start point says that ranks which were not through handed them out.
-            to_end: up to the end of the epoch, so that part of them may be dropped by rule.
-        """
-        settings, book = self.generation.settings, self.book
-        abandoned, unfinished = self._of(book.abandoned), self._of(book.unfinished)
-        total.abandoned += int(missing[abandoned].sum())
-        rest = np.where(abandoned, 0, missing)
-        if vouched:
-            told = np.where(unfinished, rest, 0)
-            if settings.tail == "drop" and to_end:
-                told = np.minimum(told, books.quota_end(settings, self.sizes, self.start) - self.handed)
-            told = np.maximum(told, 0)
-            total.acknowledged += int(told.sum())
-            total.handed_out += int(told.sum())
-            rest = rest - told
-        gone = int(rest.sum())
-        by_rule = 0
-        if settings.steps_per_epoch is not None:
-            by_rule = gone
-        elif settings.tail == "drop":
-            # what each rank drops by rule; ranks that acknowledged unevenly may drop more than a global batch together
-            allowed = books.left_over(settings, self.sizes, self.start)
-            by_rule = sum(min(int(rest[self._of((rank,))].sum()), rows) for rank, rows in enumerate(allowed))
-        total.dropped += by_rule
-        total.lost += gone - by_rule
-        if gone > by_rule:
-            total.shards.append({"source": 0, "shard": None, "note": f"{gone - by_rule} rows were never handed out"})
-
-    # -- ids
-
-    def _skipped_before(self, inside: I64) -> int:
-        """Skipped rows among those before ``inside``."""
-        if not len(self.skipped_ids) or (inside == self.handed).all() or self.plan is None:
-            return len(self.skipped_ids)
-        after = 0
-        for lane in np.flatnonzero(self.handed > inside):
-            for ids in self._ids(int(lane), int(inside[lane]), int(self.handed[lane])):
-                after += int(np.isin(self.skipped_ids, ids).sum())
-        return len(self.skipped_ids) - after
-
-    def _ids(self, lane: int, start: int, stop: int) -> Iterator[I64]:
-        if self.plan is not None:
-            for at in range(start, stop, _CHUNK):
-                yield self.plan.lane_ids(lane, at, min(_CHUNK, stop - at))
-
-    def _planned(self) -> m.IdSum:
-        """Sum over the ids the plan has between start point and handed out, without the skipped ones."""
-        value = 0
-        if not self.start.any() and (self.handed == self.sizes).all():
-            rows = int(self.sizes.sum())
-            for at in range(0, rows, _CHUNK):
-                value += id_sum(np.arange(at, min(rows, at + _CHUNK), dtype=np.int64))
-        else:
-            for lane in np.flatnonzero(self.handed > self.start):
-                for ids in self._ids(int(lane), int(self.start[lane]), int(self.handed[lane])):
-                    value += id_sum(ids)
-        value -= id_sum(self.skipped_ids)
-        return m.IdSum(count=self.handed_rows, value=value & _MASK)
-
-    def _check(self, total: _Sum) -> None:
-        """Compare the ids handed out with the plan's; count what was lost and repeated."""
-        planned, handed = self._planned(), self.book.handed_out
-        if planned == handed:
-            return
-        lost, repeated, value = 0, 0, planned.value
-        for item in self.book.unbalanced:
-            extra = item.handed_out - item.planned
-            gone = max(len(item.lost), len(item.repeated) - extra)
-            lost, repeated = lost + gone, repeated + gone + extra
-            value -= id_sum(np.asarray(item.lost, np.int64))
-            value += id_sum(np.asarray(item.repeated, np.int64))
-            total.shards.append(
-                {
-                    "source": item.source,
-                    "shard": item.shard,
-                    "planned": item.planned,
-                    "handed_out": item.handed_out,
-                    "lost": list(item.lost),
-                    "repeated": list(item.repeated),
-                }
-            )
-        extra = handed.count - planned.count
-        if repeated - lost != extra or value & _MASK != handed.value:
-            rest = extra - (repeated - lost)
-            lost, repeated = lost + max(1, -rest), repeated + max(1, rest)
-            if self.book.source != planned:
-                note = "the ids this job planned are not those of the plan"
-            else:
-                note = "the ids handed out are not those of the plan"
-            total.shards.append({"source": 0, "shard": None, "note": f"{note}; no rank told which"})
-        total.lost += lost
-        total.repeated += repeated
-        total.handed_out += repeated - lost
-        from_acknowledged = min(lost, total.acknowledged)
-        total.acknowledged -= from_acknowledged
-        total.open = max(0, total.open - (lost - from_acknowledged))
+def _quarantined_shards(
+    snap: Snapshot, generations: Collection[int], quarantined: Ranges, rows: I64
+) -> list[dict[str, Any]]:
+    """The shards that rows passed over because of quarantine belong to, and why."""
+    ends = np.cumsum(rows)
+    firsts = [int(np.searchsorted(ends, start, side="right")) for start, _ in quarantined]
+    lasts = [int(np.searchsorted(ends, stop - 1, side="right")) for _, stop in quarantined]
+    shards = sorted({shard for first, last in zip(firsts, lasts) for shard in range(first, last + 1) if rows[shard]})
+    why = {shard: record.shard for (number, _, shard), record in snap.quarantine.items() if number in generations}
+    unknown = m.QuarantinedShard(source=0, shard=0)
+    return [
+        {
+            "source": 0,
+            "shard": shard,
+            "uri": why.get(shard, unknown).uri,
+            "code": why.get(shard, unknown).code,
+            "reason": why.get(shard, unknown).reason,
+        }
+        for shard in shards
+    ]

@@ -183,9 +183,9 @@ def fold(
         acked_step=max((book.acked_step for book in books), default=0),
         unfinished=tuple(rank for rank, state in states.items() if state == "open"),
         abandoned=tuple(rank for rank, state in states.items() if state == "abandoned"),
-        source=_add([book.source for book in books]),
-        handed_out=_add([book.handed_out for book in books]),
-        acknowledged=_add([book.acknowledged for book in books]),
+        source=add_sums([book.source for book in books]),
+        handed_out=add_sums([book.handed_out for book in books]),
+        acknowledged=add_sums([book.acknowledged for book in books]),
         skipped=tuple(row for book in books for row in book.skipped)[:KEPT_SKIPPED],
         skipped_ids=np.concatenate([*acked_ids, *later_ids]).astype("<i8").tobytes() if ids else b"",
         acked_skipped=sum(book.acked_skipped for book in books),
@@ -257,9 +257,9 @@ def add(gone: EpochRecord, book: EpochRecord) -> EpochRecord:
         book,
         step=max(gone.step, book.step),
         acked_step=max(gone.acked_step, book.acked_step),
-        source=_add([gone.source, book.source]),
-        handed_out=_add([gone.handed_out, book.handed_out]),
-        acknowledged=_add([gone.acknowledged, book.acknowledged]),
+        source=add_sums([gone.source, book.source]),
+        handed_out=add_sums([gone.handed_out, book.handed_out]),
+        acknowledged=add_sums([gone.acknowledged, book.acknowledged]),
         skipped=(*gone.skipped, *book.skipped)[:KEPT_SKIPPED],
         skipped_ids=np.concatenate([old, mine]).astype("<i8").tobytes(),
         acked_skipped=gone.acked_skipped + book.acked_skipped,
@@ -277,14 +277,15 @@ def _add_carried(items: Iterable[m.CarriedSum]) -> tuple[m.CarriedSum, ...]:
     return tuple(
         m.CarriedSum(
             epoch=epoch,
-            handed_out=_add([item.handed_out for item in found]),
-            acknowledged=_add([item.acknowledged for item in found]),
+            handed_out=add_sums([item.handed_out for item in found]),
+            acknowledged=add_sums([item.acknowledged for item in found]),
         )
         for epoch, found in sorted(by_epoch.items())
     )
 
 
-def _add(sums: list[m.IdSum]) -> m.IdSum:
+def add_sums(sums: list[m.IdSum]) -> m.IdSum:
+    """The sum over all their ids."""
     return m.IdSum(count=sum(s.count for s in sums), value=sum(s.value for s in sums) & _MASK)
 
 

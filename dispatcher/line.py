@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from . import books
+from .pool import taken_before
 from .records import EpochRecord, GenerationRecord
 
 Generations = Mapping[int, GenerationRecord]
@@ -59,7 +60,7 @@ def entered(generations: Generations, found_books: Books, current: int) -> tuple
 
 def starts_inside(generation: GenerationRecord, epoch: int) -> bool:
     """Whether rows of the epoch lie before the start point, and the epoch was not over there."""
-    return generation.start.epoch == epoch and any(generation.start.taken)
+    return generation.start.epoch == epoch and generation.start.inside
 
 
 def parent_of(generations: Generations, generation: GenerationRecord) -> GenerationRecord | None:
@@ -77,11 +78,22 @@ def parent_of(generations: Generations, generation: GenerationRecord) -> Generat
     before = parent.start
     if before.epoch > start.epoch:
         return None
-    if before.epoch == start.epoch:
+    if before.epoch == start.epoch and generation.settings.order == "dynamic":
+        if taken_before(parent, start.epoch) - taken_before(generation, start.epoch):
+            return None
+    elif before.epoch == start.epoch:
         counts = books.start_counts(parent, start.epoch), books.start_counts(generation, start.epoch)
         if counts[0].shape != counts[1].shape or bool(np.any(counts[0] > counts[1])):
             return None
     return parent
+
+
+def leads_to(generations: Generations, generation: GenerationRecord, ancestor: GenerationRecord) -> bool:
+    """Whether the parents of a generation lead to ``ancestor``."""
+    at: GenerationRecord | None = generation
+    while at is not None and at.number > ancestor.number:
+        at = parent_of(generations, at)
+    return at is not None and at.number == ancestor.number
 
 
 def _order(generation: GenerationRecord) -> tuple[object, ...]:

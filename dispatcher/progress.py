@@ -33,6 +33,8 @@ class Progress:
         job = self._jobs.member(report.job, report.generation, report.rank, report.holder, event.at)
         for progress in report.epochs:
             if not self._is_over(job, report.rank, progress.epoch):
+                if job.current.start.lanes and progress.epoch == job.current.start.epoch:
+                    self._pools.at(job, progress.epoch)  # a lane that goes on may need no more rows
                 books.check_progress(job.current, report.rank, progress, job.pools.get(progress.epoch))
         marks.take(self._out, job, report.rank, report.marks)
         for progress in report.epochs:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from dispatcher import audit, events, records
@@ -13,9 +15,11 @@ from dispatcher.library import ShardInfo, shard_plan
 from dispatcher.state import State
 from manifests import cursor
 from manifests.errors import FeedlineError, UnknownDataset
+from manifests.granted import Lane, Piece, decode_pieces, window_rows
 from manifests.identity import id_sum
 from manifests.manifest import Manifest, Shard
-from manifests.plan import Plan
+from manifests.plan import Plan, lane_sizes
+from manifests.ranges import Ranges
 from manifests.schema import Field
 from manifests.wire import messages as m
 
@@ -76,6 +80,7 @@ class Bench:
         self.logs: list[str] = []
         self._numbers = itertools.count(1)
         self._nonces = itertools.count(1)
+        self._ids: dict[Any, list[int]] = {}
         self.state = State(self.shelf, LEASE)
         self.state.load({}, self.at)
         self.apply(events.KeyDrawn, id="k1", secret=b"s" * 32)
@@ -187,6 +192,14 @@ class Bench:
         )
         return self.apply(events.ProgressReported, message=message)
 
+    def id_of(self, settings: m.JobSettings, epoch: int, position: int) -> int:
+        """Sample id at a plan position."""
+        name = (settings.seed or 0, epoch, settings.shuffle)
+        if name not in self._ids:
+            plan = Plan(self.manifest.shard_rows, seed=name[0], epoch=epoch, shuffle=name[2], lanes=1)
+            self._ids[name] = plan.ids(*plan.plan_rows(np.arange(plan.rows))).tolist()
+        return self._ids[name][position]
+
     def audit(self, job: str = "train", epoch: int | None = None) -> dict[str, Any]:
         found = self.state.jobs.by_name[job]
         document = audit.audit(audit.snapshot(found, self.at, LEASE), epoch, self.shelf.shard_rows)
@@ -277,6 +290,224 @@ class Rank:
         return self.bench.report(self.opened, self.rank, self.progress(state), **fields)
 
 
+class DynamicRank:
+    """A rank's part of one epoch in dynamic order, as an honest client has it: its lane is worked out from the pieces."""
+
+    def __init__(self, bench: Bench, opened: m.JobOpened, rank: int, epoch: int | None = None, uid: str = "") -> None:
+        self.bench, self.opened, self.rank, self.uid = bench, opened, rank, uid or f"u{rank}"
+        settings, start = opened.settings, opened.start
+        self.epoch = start.epoch if epoch is None else epoch
+        here = self.epoch == start.epoch
+        rows = bench.manifest.rows
+        self.window = window_rows(settings.shuffle, rows, settings.world_size)
+        self.taken = Ranges.decode(start.ranges) if here else Ranges.of([])
+        mine = [grants for grants in start.lanes if grants.rank == rank] if here else []
+        self.begun = mine[0].place if mine else 0
+        self.lane = (
+            Lane.restore(mine[0], seed=settings.seed or 0, epoch=self.epoch, window=self.window)
+            if mine
+            else self._new_lane(rank)
+        )
+        self.quota: int | None = None
+        if not settings.elastic and settings.tail != "ragged":
+            self.quota = int(lane_sizes(rows - len(self.taken), settings.world_size)[rank])
+        self.place = self.acked = self.begun
+        self.step = self.acked_step = start.step if here else 0
+        self.first_step = self.step
+        self.rows: list[tuple[int, int]] = []  # (epoch, position) handed out, in order
+        self.acked_rows = 0
+        self.passed: dict[int, m.SkippedRow] = {}  # index in rows -> skipped
+        self.final = self.over = False
+        self.floor = m.Floor(epoch=self.epoch, position=0, step=0)
+        self.before = self.taken
+
+    def _new_lane(self, number: int) -> Lane:
+        settings = self.opened.settings
+        return Lane(seed=settings.seed or 0, epoch=self.epoch, number=number, window=self.window)
+
+    # -- asking
+
+    def ask(self, more: int, lose: bool = False) -> m.Grants:
+        """Ask for ``more`` rows than are known; ``lose``: the answer does not arrive."""
+        found = self.bench.ask(
+            self.opened,
+            self.rank,
+            (),
+            uid=self.uid,
+            epoch=self.epoch,
+            have=self.lane.length,
+            want=self.lane.length + more,
+            place=self.place,
+        )
+        if not lose:
+            self.take(found)
+        return found
+
+    def take(self, found: m.Grants) -> None:
+        assert not found.waiting, found
+        assert found.lane is not None
+        if found.floor is not None:
+            self.forget(found.floor)
+        length = self.lane.length
+        at_end = length - self.place < self.opened.settings.batch_size and self.lane.ends_with_cut
+        if found.lane.number != self.lane.number and not found.final:
+            assert not self.rows
+            self.lane, self.begun = self._new_lane(found.lane.number), found.lane.place
+            self.place = self.acked = self.begun
+        if found.lane.pieces and found.lane.dropped > self.lane.length:
+            return
+        self.lane.extend(p for p in decode_pieces(found.lane.pieces) if p.index >= self.lane.length)
+        if self.quota is not None:
+            assert self.lane.length - self.begun <= self.quota
+        self.final |= found.final
+        nothing = self.quota is None and at_end and self.lane.length == length
+        if found.final or nothing or (self.quota is not None and self.lane.length - self.begun >= self.quota):
+            self.over = True
+            if self.lane.certain < self.lane.length:
+                self.lane.extend([Piece(self.lane.length, 0, 0, self.epoch)])
+
+    def forget(self, floor: m.Floor) -> None:
+        if floor.epoch == self.epoch and floor.position > self.floor.position:
+            self.floor = floor
+            self.lane = self.lane.forget(floor.position)
+
+    # -- handing out
+
+    @property
+    def steps(self) -> int | None:
+        """Steps of this leg, None without quotas."""
+        settings = self.opened.settings
+        if self.quota is None:
+            return None
+        left = self.bench.manifest.rows - len(self.taken)
+        if settings.tail == "drop":
+            return left // (settings.world_size * settings.batch_size)
+        return math.ceil(math.ceil(left / settings.world_size) / settings.batch_size)
+
+    @property
+    def done(self) -> bool:
+        """All batches were handed out."""
+        if self.steps is None:
+            return self.over and self.place == self.lane.length
+        return self.step - self.first_step >= self.steps
+
+    def hand(self) -> int:
+        """One batch, if its rows are certain; rows handed out."""
+        batch = self.opened.settings.batch_size
+        known = self.lane.certain - self.place
+        if self.done or (known < batch and not self.over):
+            return 0
+        positions, epochs = self.lane.leave(self.place, min(batch, known))
+        self.rows += zip(epochs.tolist(), positions.tolist())
+        self.place += len(positions)
+        self.step += 1
+        return len(positions)
+
+    def skip(self) -> None:
+        """The next row is bad: passed over."""
+        if self.done or self.lane.certain == self.place:
+            return
+        positions, epochs = self.lane.leave(self.place, 1)
+        row = (int(epochs[0]), int(positions[0]))
+        if row[0] != self.epoch:
+            return
+        self.passed[len(self.rows)] = m.SkippedRow(sample_id=self.ids([row])[0], key="k", shard="s", reason="cut")
+        self.rows.append(row)
+        self.place += 1
+
+    def ack(self) -> None:
+        self.acked, self.acked_step, self.acked_rows = self.place, self.step, len(self.rows)
+
+    def unacked(self) -> list[tuple[int, int]]:
+        return self.rows[self.acked_rows :]
+
+    # -- telling
+
+    def ids(self, rows: list[tuple[int, int]]) -> list[int]:
+        return [self.bench.id_of(self.opened.settings, epoch, position) for epoch, position in rows]
+
+    def _sums(self, stop: int) -> tuple[m.IdSum, dict[int, m.IdSum]]:
+        by_epoch: dict[int, list[tuple[int, int]]] = {}
+        for at, row in enumerate(self.rows[:stop]):
+            if at not in self.passed:
+                by_epoch.setdefault(row[0], []).append(row)
+        sums = {epoch: sum_of(self.ids(rows)) for epoch, rows in by_epoch.items()}
+        return sums.pop(self.epoch, m.IdSum()), sums
+
+    def progress(self, state: Any = "open") -> m.EpochProgress:
+        handed, carried = self._sums(len(self.rows))
+        acked, carried_acked = self._sums(self.acked_rows)
+        return m.EpochProgress(
+            epoch=self.epoch,
+            step=self.step,
+            acked_step=self.acked_step,
+            handed=(self.place,),
+            acked=(self.acked,),
+            source=handed,
+            handed_out=handed,
+            acknowledged=acked,
+            skipped=tuple(self.passed.values()),
+            acked_skipped=sum(at < self.acked_rows for at in self.passed),
+            state=state,
+            carried=tuple(
+                m.CarriedSum(epoch=epoch, handed_out=found, acknowledged=carried_acked.get(epoch, m.IdSum()))
+                for epoch, found in sorted(carried.items())
+            ),
+        )
+
+    def send(self, state: Any = "open", **fields: Any) -> m.Reported:
+        found: m.Reported = self.bench.report(self.opened, self.rank, self.progress(state), uid=self.uid, **fields)
+        for floor in found.floors:
+            self.forget(floor)
+        return found
+
+    def mark(self) -> m.EpochProgress:
+        """The state now, as a mark."""
+        lane = self.lane.grants(self.rank, self.place)
+        before = self.taken | Ranges.of([(0, self.floor.position)])
+        return m.EpochProgress(
+            epoch=self.epoch,
+            step=self.step,
+            handed=(self.place,),
+            lane=lane,
+            before=before.encode(),
+            floor_step=self.floor.step,
+        )
+
+    def finish(self) -> None:
+        """Ask, hand out and acknowledge to the end of the epoch."""
+        for _ in range(10_000):
+            if self.done:
+                break
+            if not self.hand():
+                self.ask(self.window + self.opened.settings.batch_size)
+        assert self.done, self.lane
+        self.ack()
+        self.send("finished")
+
+
+def start_of(ranks: list[DynamicRank], **fields: Any) -> m.StartPoint:
+    """The start point that the states of these ranks make; ranks of the job that are not among them are missing."""
+    first = ranks[0]
+    taken = Ranges.of([])
+    for rank in ranks:
+        taken |= Ranges.decode(rank.mark().before) | rank.lane.left(rank.place)
+    world = first.opened.settings.world_size
+    start = m.StartPoint(
+        kind="checkpoint",
+        epoch=first.epoch,
+        step=max(rank.step for rank in ranks),
+        first_epoch=first.opened.start.first_epoch,
+        generation=first.opened.generation,
+        job=first.opened.job,
+        world_size=world,
+        ranges=taken.encode(),
+        lanes=tuple(rank.lane.grants(rank.rank, rank.place) for rank in ranks),
+        missing=tuple(sorted(set(range(world)) - {rank.rank for rank in ranks})),
+    )
+    return msgspec.structs.replace(start, **fields)
+
+
 def sum_of(ids: list[int]) -> m.IdSum:
     return m.IdSum(count=len(ids), value=id_sum(np.array(ids, np.int64)))
 
@@ -290,4 +521,6 @@ def whole_taken(ranks: list[Rank]) -> tuple[int, ...]:
     return tuple(out.tolist())
 
 
-__all__ = ["LEASE", "SPEC", "Bench", "Rank", "Shelf", "make_manifest", "records", "sum_of", "whole_taken"]
+__all__ = [
+    "LEASE", "SPEC", "Bench", "DynamicRank", "Rank", "Shelf", "make_manifest", "records", "start_of", "sum_of", "whole_taken",
+]  # fmt: skip
