@@ -12,9 +12,9 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, overload
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 from .errors import ConfigError
 from .identity import check_name
 from .schema import DTYPES, Field
+from .shards import Shard, Shards
 
 I64 = npt.NDArray[np.int64]
 Labels = dict[str, dict[str, int]]
@@ -48,18 +49,6 @@ _DAMAGE = (pa.ArrowException, OSError, ValueError, LookupError, MemoryError, Ove
 MOST_ROWS = 1 << 48
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """One stored object. ``content_id``: ``blake3:``/``sha256:`` of its bytes, or ``etag:`` from a fast build."""
-
-    ordinal: int
-    uri: str
-    format: str
-    rows: int
-    bytes: int
-    content_id: str
-
-
 class _Head(msgspec.Struct, frozen=True, omit_defaults=True):
     """What the file metadata hold."""
 
@@ -69,42 +58,6 @@ class _Head(msgspec.Struct, frozen=True, omit_defaults=True):
     digest: str
     fields: tuple[Field, ...]
     labels: Labels = {}
-
-
-class Shards(Sequence[Shard]):
-    """Lazy view of a manifest's shards by ordinal."""
-
-    def __init__(self, table: pa.Table, first: int = 0) -> None:
-        self._table = table
-        self._first = first
-
-    def __len__(self) -> int:
-        return int(self._table.num_rows)
-
-    def __repr__(self) -> str:
-        return f"Shards({len(self)})"
-
-    @overload
-    def __getitem__(self, at: int) -> Shard: ...
-    @overload
-    def __getitem__(self, at: slice) -> Sequence[Shard]: ...
-    def __getitem__(self, at: int | slice) -> Shard | Sequence[Shard]:
-        if isinstance(at, slice):
-            start, stop, step = at.indices(len(self))
-            if step == 1:
-                return Shards(self._table.slice(start, max(stop - start, 0)), self._first + start)
-            return [self[i] for i in range(start, stop, step)]
-        number = at + len(self) if at < 0 else at
-        if not 0 <= number < len(self):
-            raise IndexError(f"shard {at} of {len(self)}")
-        return Shard(self._first + number, *(self._table[name][number].as_py() for name in _SCHEMA.names))
-
-    def __iter__(self) -> Iterator[Shard]:
-        ordinal = self._first
-        for batch in self._table.to_batches(max_chunksize=4096):
-            for values in zip(*(column.to_pylist() for column in batch.columns)):
-                yield Shard(ordinal, *values)
-                ordinal += 1
 
 
 class Manifest:
@@ -201,7 +154,7 @@ class Manifest:
         """Bytes of all shards."""
         return int(_numbers(self._table, "bytes").sum())
 
-    @property
+    @cached_property
     def shards(self) -> Shards:
         return Shards(self._table)
 
