@@ -59,7 +59,9 @@ class Leadership:
         self.record = LeaderRecord.of_this_process("")
         self._term: Term | None = None
         self._end = 0.0
-        self._renewed = 0.0
+        #: when to renew it
+        self._due = 0.0
+        self._trouble = ""
         #: address of another one that leads, as last seen; "" when not known
         self.other = ""
 
@@ -90,8 +92,8 @@ class Leadership:
             found = LeaderRecord.parse(self._store.leader() or "")
             self.other = found.address if found is not None else ""
             return False
-        self._term, self._end, self._renewed = term, started + term.ttl, started
-        self.other = ""
+        self._term, self._end, self._due = term, started + term.ttl, started + term.ttl / 4
+        self.other = self._trouble = ""
         return True
 
     def _is_gone(self, text: str) -> bool:
@@ -99,16 +101,21 @@ class Leadership:
         return found is not None and (found.run == self.record.run or found.is_dead())
 
     def renew(self) -> str:
-        """Renew the lease when a quarter of it has passed. Returns what is wrong, "" for nothing. Raises ``LeaderLost``."""
+        """Renew the lease if a quarter of it has passed. Returns why that failed the last time it was tried, "" if it did
+        not. Raises ``LeaderLost``."""
         started = self._clock()
-        if self._term is None or started - self._renewed < self._term.ttl / 4:
-            return ""
+        if self._term is None or started < self._due:
+            return self._trouble
         try:
             self._end = started + self._store.keep_alive(self._term)
         except StoreUnavailable as error:
-            return str(error)
-        self._renewed = started
-        return ""
+            # a store that hangs takes its time over each try: leave some for requests
+            self._due = self._clock() + self._term.ttl / 8
+            self._trouble = str(error)
+        else:
+            self._due = started + self._term.ttl / 4
+            self._trouble = ""
+        return self._trouble
 
     def resign(self) -> None:
         """Give the lease up, if there is one."""

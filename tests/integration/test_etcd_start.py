@@ -299,17 +299,22 @@ def test_user_and_password(make_etcd, start, certificates, tmp_path, monkeypatch
     connection = program.connection
     try:
         assert b'"ok": true' in ask(connection, m.GetStatus(), m.Document).json
-        # etcd forgets its tokens when it restarts
-        etcd.kill()
-        etcd.start()
-        term = ask(connection, m.Hello(), m.HelloReply).term
-        key = m.RegisterWorker(id="w", incarnation="1", address="127.0.0.1:1")
-        assert ask(connection, key, m.WorkerWelcome).known and term
+        # a password that is set anew, also to the same, ends the user's tokens
+        root = {"ca_cert": str(certificates["ca"]), "user": "root", "password": "secret-of-root"}
+        with etcd_client.connect(etcd.address, **root) as client:
+            change = etcd_client.etcdrpc.AuthUserChangePasswordRequest(name="feed", password="secret-of-feed")
+            etcd_client.etcdrpc.AuthStub(client.channel).UserChangePassword(change, metadata=client.metadata)
+        manifest = make_manifest([3, 5, 4])
+        connection.upload(f"manifest/{manifest.digest}", manifest.to_bytes(), 10)
+        register = m.RegisterDataset(name="photos", version="1", digest=manifest.digest)
+        assert connection.call(register, m.DatasetRegistered, timeout=5).new, "nothing of it is to be seen"
+        assert connection.call(m.Hello(), m.HelloReply, timeout=5).term == 1
         wait_until(lambda: b'"ok": true' in ask(connection, m.GetStatus(), m.Document).json, 10)
     finally:
         connection.close()
     code, _, err = program.end()
     assert code == 0 and "secret-of-feed" not in err and "Traceback" not in err
+    assert "asking for a new one" in err
 
 
 def test_a_user_on_an_etcd_without_users(make_etcd, start, certificates, monkeypatch):

@@ -120,7 +120,7 @@ def test_one_of_three_members_is_lost(start: Callable[..., TestCluster], fault: 
     """First one that follows, then, after it is back, the one that leads etcd. The loop sees nothing, the control plane
     at most a short pause, and no worker is taken for dead."""
     cluster = start(etcd_members=3)
-    loop = Loop(cluster, "members", TOTAL, delay=0.15)
+    loop = Loop(cluster, "members", TOTAL, delay=0.12)
     loop.wait_steps(3)
     slowest = 0.0
     for leads in (False, True):
@@ -128,7 +128,7 @@ def test_one_of_three_members_is_lost(start: Callable[..., TestCluster], fault: 
         victim = leader if leads else next(e.name for e in cluster.local.etcds if e.name != leader)
         act = cluster.kill if fault == "killed" else cluster.pause
         act(victim)
-        end = time.monotonic() + 2.5
+        end = time.monotonic() + 2.0
         while time.monotonic() < end:
             began = time.monotonic()
             status = status_in(cluster, 8.0)
