@@ -13,7 +13,6 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -36,41 +35,83 @@ Bounds = Callable[[int, int], tuple[int, int]]
 Stretch = tuple[int, int, int]
 
 
-@dataclass(slots=True)
 class Held:
-    """One rank's lane. ``begun``: its place when the generation, or the rank's holder, began; ``limit``: rows it may
-    have since its beginning, None: no quota; ``ended``: the place at which its rank left, when the rows after that went
-    back to the pool."""
+    """One rank's lane.
 
-    lane: Lane
-    begun: int = 0
-    limit: int | None = None
-    ended: int | None = None
-    #: the lane's pieces as stored
-    encoded: bytearray = field(default_factory=bytearray)
+    The order in which its rows leave is worked out when books need it, not with each ask.
+
+    Attributes:
+        begun: its place when the generation, or the rank's holder, began.
+        limit: rows it may have since its beginning, None: no quota.
+        ended: the place at which its rank left, when the rows after that went back to the pool.
+        pieces, length: what it was granted, as ``Lane`` has it.
+    """
+
+    def __init__(self, lane: Lane, begun: int = 0, limit: int | None = None, ended: int | None = None) -> None:
+        self.begun = begun
+        self.limit = limit
+        self.ended = ended
+        self.pieces = list(lane.pieces)
+        self.length = lane.length
+        self.number = lane.number
+        self._lane = lane
+        # granted, but not in the lane yet
+        self._coming: list[Piece] = []
+        # the pieces as stored
+        self._encoded = bytearray(encode_pieces(lane.pieces))
+
+    def __repr__(self) -> str:
+        return f"Held({self._lane!r}, {self.length} rows, begun {self.begun}, limit {self.limit}, ended {self.ended})"
+
+    @property
+    def lane(self) -> Lane:
+        """The lane with all its pieces."""
+        if self._coming:
+            self._lane.extend(self._coming)
+            self._coming = []
+        return self._lane
+
+    @property
+    def dropped(self) -> int:
+        """Rows at its beginning that were forgotten."""
+        return self._lane.dropped
 
     @property
     def is_full(self) -> bool:
         """It has all it will ever get."""
-        return self.ended is not None or (self.limit is not None and self.lane.length >= self.limit)
+        return self.ended is not None or (self.limit is not None and self.length >= self.limit)
+
+    @property
+    def ends_with_cut(self) -> bool:
+        """Nothing was in the pool when its rank last asked."""
+        return bool(self.pieces) and self.pieces[-1].is_cut
 
     def extend(self, pieces: list[Piece]) -> None:
-        self.lane.extend(pieces)
-        self.encoded += encode_pieces(pieces)
+        self.pieces += pieces
+        self.length += sum(map(len, pieces))
+        self._coming += pieces
+        self._encoded += encode_pieces(pieces)
 
     def after(self, have: int) -> bytes:
         """Pieces whose groups begin at lane index ``have`` or later, as sent."""
-        first = bisect.bisect_left(self.lane.pieces, have, key=lambda piece: piece.index)
-        return bytes(self.encoded[_PIECE_BYTES * first :])
+        first = bisect.bisect_left(self.pieces, have, key=lambda piece: piece.index)
+        return bytes(self._encoded[_PIECE_BYTES * first :])
+
+    def grants(self, rank: int) -> m.LaneGrants:
+        """As stored; ``place`` is where it began."""
+        return m.LaneGrants(
+            rank=rank, number=self.number, dropped=self.dropped, place=self.begun, pieces=bytes(self._encoded)
+        )
 
     def forget(self, floor: int) -> bool:
         """Leave out leading groups below ``floor``; whether there were any. A lane that ended is kept as it is, because
         rows of it that others handed out since may lie below."""
-        short = self.lane.forget(floor) if self.ended is None else self.lane
-        if short is self.lane:
+        lane = self.lane
+        short = lane.forget(floor) if self.ended is None else lane
+        if short is lane:
             return False
-        del self.encoded[: _PIECE_BYTES * (len(self.lane.pieces) - len(short.pieces))]
-        self.lane = short
+        del self._encoded[: _PIECE_BYTES * (len(lane.pieces) - len(short.pieces))]
+        self._lane, self.pieces = short, list(short.pieces)
         return True
 
     def left(self, place: int) -> Ranges:
@@ -80,7 +121,7 @@ class Held:
     def own(self) -> list[Stretch]:
         """All rows the rank has or had, as far as they are kept, in ranges."""
         if self.ended is None:
-            return [(p.epoch, p.start, p.stop) for p in self.lane.pieces if not p.is_cut]
+            return [(p.epoch, p.start, p.stop) for p in self.pieces if not p.is_cut]
         return left_rows(self.lane, self.ended)
 
     def lowest(self, place: int) -> int | None:
@@ -140,8 +181,8 @@ class Pool:
                 found.begun = grants.place
                 if pool._quotas is not None:
                     found.limit = grants.place + pool._quotas[grants.rank]
-                    if found.is_full and not found.lane.ends_with_cut:
-                        found.extend([Piece(found.lane.length, 0, 0, epoch)])
+                    if found.is_full and not found.ends_with_cut:
+                        found.extend([Piece(found.length, 0, 0, epoch)])
                 pool.settled -= found.lane.left(found.begun)
                 held |= Ranges.of((a, b) for e, a, b in found.lane.remaining(found.begun) if e == epoch)
         pool._set_free((taken | held).gaps(pool.rows))
@@ -166,8 +207,7 @@ class Pool:
 
     def _restore(self, grants: m.LaneGrants) -> Held:
         seed = self.generation.settings.seed or 0
-        lane = Lane.restore(grants, seed=seed, epoch=self.epoch, window=self.window)
-        return Held(lane, encoded=bytearray(grants.pieces))
+        return Held(Lane.restore(grants, seed=seed, epoch=self.epoch, window=self.window))
 
     # -- records
 
@@ -188,18 +228,11 @@ class Pool:
 
     def lane_record(self, rank: int) -> LaneRecord:
         held = self.lanes[rank]
-        lane = m.LaneGrants(
-            rank=rank,
-            number=held.lane.number,
-            dropped=held.lane.dropped,
-            place=held.begun,
-            pieces=bytes(held.encoded),
-        )
         return LaneRecord(
             job=self.generation.job,
             generation=self.generation.number,
             epoch=self.epoch,
-            lane=lane,
+            lane=held.grants(rank),
             limit=held.limit,
             ended=held.ended,
         )
@@ -261,9 +294,9 @@ class Pool:
         batch = self.generation.settings.batch_size
         shuffle = self.generation.settings.shuffle
         mixed = shuffle.interleave if shuffle is not None else 1
-        length, found = held.lane.length, list[Piece]()
+        length, found = held.length, list[Piece]()
         while length < want and not self.is_empty and not held.is_full:
-            if len(found) >= MAX_PIECES or len(held.lane.pieces) + len(found) + mixed > MAX_KEPT:
+            if len(found) >= MAX_PIECES or len(held.pieces) + len(found) + mixed > MAX_KEPT:
                 break
             share = math.ceil((self.free_rows + count(self.carried)) / (2 * self.world_size))
             most = max(self.window + 2 * batch, share) - (length - place)
@@ -277,7 +310,7 @@ class Pool:
         if held.ended is not None:
             return False
         over = self.is_empty or (held.limit is not None and length >= held.limit)
-        if over and (found or not held.lane.ends_with_cut):
+        if over and (found or not held.ends_with_cut):
             found.append(Piece(length, 0, 0, self.epoch))
         if found:
             held.extend(found)
@@ -315,7 +348,7 @@ class Pool:
         """The rank hands out no more than the first ``place`` rows of its lane: without quotas the others get the rest.
         Whether that changed anything."""
         held = self.lanes.get(rank)
-        if held is None or self._quotas is not None or held.ended is not None or place >= held.lane.length:
+        if held is None or self._quotas is not None or held.ended is not None or place >= held.length:
             return False
         held.ended = place
         self.give_back(held.lane.remaining(place))
@@ -387,7 +420,7 @@ class Pool:
             raise RuntimeError(f"{self!r}: carried {self.carried_in}, free of them {self.carried}, in lanes {carried}")
         if self._quotas is not None:
             open_rows = sum(self._quotas[rank] for rank in range(self.world_size) if rank not in self.lanes)
-            open_rows += sum((held.limit or 0) - held.lane.length for held in self.lanes.values())
+            open_rows += sum((held.limit or 0) - held.length for held in self.lanes.values())
             if open_rows != self.free_rows:
                 raise RuntimeError(f"{self!r}: quotas allow {open_rows} rows more")
 

@@ -42,16 +42,14 @@ class Pools:
         pool = self.at(job, ask.epoch)
         known = ask.rank in pool.lanes
         held = pool.hold(ask.rank, job.members[ask.rank].tenure)
-        if pool.grant(held, ask.want, min(ask.place, held.lane.length), self._bounds(job)):
+        if pool.grant(held, ask.want, min(ask.place, held.length), self._bounds(job)):
             self._out.put(pool.record())
             self._out.put(pool.lane_record(ask.rank))
         elif not known:
             self._out.put(pool.lane_record(ask.rank))
         # a rank that took another's place may know rows of a lane that is no more
-        have = ask.have if held.lane.dropped <= ask.have <= held.lane.length else held.lane.dropped
-        lane = m.LaneGrants(
-            rank=ask.rank, number=held.lane.number, dropped=have, place=held.begun, pieces=held.after(have)
-        )
+        have = ask.have if held.dropped <= ask.have <= held.length else held.dropped
+        lane = m.LaneGrants(rank=ask.rank, number=held.number, dropped=have, place=held.begun, pieces=held.after(have))
         floor = m.Floor(epoch=ask.epoch, position=pool.floor, step=pool.floor_step) if pool.floor else None
         final = held.is_full or ask.epoch < generation.start.epoch
         return MoreRows(lane=lane, final=final, floor=floor, carried=encode_stretches(pool.carried_in))

@@ -134,7 +134,8 @@ class History:
         """A rank of an elastic job is silent for longer than its lease; another one may take its place."""
         if not self.settings["elastic"] or len(self.ranks) < 2:
             return
-        rank = self.some()
+        slowest = min(self.ranks.values(), key=lambda rank: rank.epoch)
+        rank = self.draw.choice([slowest, self.some()])
         rank.send()
         others = [other for other in self.ranks.values() if other is not rank]
         self.bench.wait(LEASE / 2)
