@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from manifests.errors import ProtocolError
-from manifests.granted import Lane, Piece, decode_pieces, window_rows
+from manifests.granted import Lane, Piece, decode_pieces, encode_pieces, window_rows
 from manifests.plan import Plan, lane_sizes
 from manifests.ranges import Ranges
 from manifests.wire import messages as m
@@ -30,6 +30,7 @@ from .session import Leg, Position, pad_positions
 I64 = npt.NDArray[np.int64]
 
 _NONE = np.empty(0, np.int64)
+_PIECE_BYTES = len(encode_pieces([Piece(0, 0, 0, 0)]))
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,8 @@ class DynamicLeg:
             self._lane = self._new_lane(rank)
         else:
             self._lane = Lane.restore(start, seed=seed, epoch=epoch, window=self._window)
+        #: the lane's pieces as a state has them
+        self._encoded = bytearray(encode_pieces(self._lane.pieces))
         #: rows of the lane at and after the start point that are the rank's at the most
         self._most = sys.maxsize if self.tail == "ragged" else int(lane_sizes(self.left, world_size)[rank])
         self.quota = self.quota_of(rank)
@@ -236,7 +239,8 @@ class DynamicLeg:
     def _stream(self, first: int, count: int) -> tuple[I64, I64, int]:
         """(plan positions, their epochs, pads after them)."""
         with self._lock:
-            real = max(0, min(count, self.candidates - first))
+            blind = self._unsure and self._elastic
+            real = 0 if blind else max(0, min(count, self.candidates - first))
             positions, epochs = self._lane.leave(self._start + first, real) if real else (_NONE, _NONE)
             pads = count - real if self._final and self.tail != "ragged" and self.plan.rows else 0
         return positions, epochs, pads
@@ -330,12 +334,18 @@ class DynamicLeg:
                     f"rank {self.rank} got pieces of lane {grants.number}", cause=f"its lane is {self._lane.number}"
                 )
             self._lane = self._new_lane(grants.number)
+            self._encoded.clear()
             self._start = grants.place
         self._unsure = False
         pieces = decode_pieces(grants.pieces)
         if pieces and grants.dropped > self._lane.length:
             return  # of a lane that had more rows: asked for again from the beginning
-        self._lane.extend(p for p in pieces if p.index >= self._lane.length)
+        self._extend([p for p in pieces if p.index >= self._lane.length])
+
+    def _extend(self, pieces: list[Piece]) -> None:
+        before = len(self._lane.pieces)
+        self._lane.extend(pieces)
+        self._encoded += encode_pieces(self._lane.pieces[before:])
 
     def _check_final(self, told: bool, nothing: bool = False) -> None:
         reached = self._lane.length - self._start >= self._most
@@ -346,17 +356,21 @@ class DynamicLeg:
     def _end(self) -> None:
         self._final = True
         if self._lane.certain < self._lane.length:  # nothing can come that would leave before these
-            self._lane.extend([Piece(self._lane.length, 0, 0, self.epoch)])
+            self._extend([Piece(self._lane.length, 0, 0, self.epoch)])
 
     def _forget(self, floor: m.Floor) -> bool:
         if floor.epoch != self.epoch or floor.position <= self._floor:
             return False
         self._floor, self._floor_step = floor.position, floor.step
+        before = len(self._lane.pieces)
         self._lane = self._lane.forget(floor.position)
+        del self._encoded[: _PIECE_BYTES * (before - len(self._lane.pieces))]
         return True
 
     def _save(self) -> Saved:
-        lane = self._lane.grants(self.rank, 0)
+        lane = m.LaneGrants(
+            rank=self.rank, number=self._lane.number, dropped=self._lane.dropped, pieces=bytes(self._encoded)
+        )
         above = self._before - Ranges.of([(0, self._floor)])
         texts = lane.pieces.hex(), above.encode().hex(), self._carried.hex()
         return Saved(self._floor, self._floor_step, lane, above, self._carried, texts)

@@ -143,8 +143,6 @@ class Run:
         epoch = self.current
         if self._ahead is not None or epoch is None or epoch.feed is None or not epoch.feed.looked_all:
             return
-        if not epoch.leg.final:
-            return
         following = epoch.number + 1
         if stop is not None and following >= stop:
             return

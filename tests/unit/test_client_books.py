@@ -5,7 +5,8 @@ import pytest
 from order_cases import Case
 
 from manifests.identity import id_sum
-from manifests.wire.messages import IdSum, SkippedRow
+from manifests.ranges import Ranges
+from manifests.wire.messages import CarriedSum, IdSum, SkippedRow
 from trainer_client.books import Books
 from trainer_client.session import Position
 
@@ -133,3 +134,60 @@ def test_an_epoch_that_was_left_is_abandoned():
     hand_out(books, [0])
     books.abandon()
     assert books.progress().state == "abandoned"
+
+
+def test_rows_in_quarantine_are_listed_by_id_and_count_as_neither():
+    books = make_books()
+    planned = np.array([0, 1], np.int64)
+    books.hand_out(planned, planned, 0, [row(3)], Position(1, 7), planned // 5, [4, 5, 6])
+    books.acknowledge()
+    books.skip([], Position(1, 9), [15, 2])
+    progress = books.progress()
+    assert Ranges.decode(progress.quarantined).values().tolist() == [2, 4, 5, 6, 15]
+    assert Ranges.decode(progress.acked_quarantined).values().tolist() == [4, 5, 6]
+    assert progress.handed_out == sum_of(0, 1) and len(progress.skipped) == 1
+    assert (sum(progress.handed), sum(progress.acked)) == (9, 7)
+
+
+def test_carried_rows_have_sums_of_their_own():
+    books = make_books()
+    planned = np.array([7, 0, 9, 7], np.int64)
+    books.hand_out(planned, planned, 0, [], Position(1, 4), planned // 5, (), np.array([1, 3, 2, 3], np.int64))
+    books.acknowledge()
+    planned = np.array([8, 1], np.int64)
+    books.hand_out(planned, planned, 0, [], Position(2, 6), planned // 5, (), np.array([2, 3], np.int64))
+    progress = books.progress()
+    assert progress.source == progress.handed_out == sum_of(0, 7, 1) and progress.acknowledged == sum_of(0, 7)
+    assert progress.carried == (
+        CarriedSum(epoch=1, handed_out=sum_of(7), acknowledged=sum_of(7)),
+        CarriedSum(epoch=2, handed_out=sum_of(9, 8), acknowledged=sum_of(9)),
+    )
+    books.acknowledge()
+    assert [one.acknowledged.count for one in books.progress().carried] == [1, 2]
+
+
+def test_when_ids_are_added_up_makes_no_difference():
+    """Reports and acknowledgements may come after any batch; the sums are those of what was handed out until then."""
+    draw = np.random.default_rng(1)
+    books, every, acked = make_books(), [], []
+    for step in range(1, 6000):
+        ids = draw.integers(0, 16, 2)
+        every += ids.tolist()
+        hand_out(books, ids, steps=step, read=0)
+        if draw.random() < 0.3:
+            books.acknowledge()
+            acked = list(every)
+        if draw.random() < 0.01 or step > 5990:
+            progress = books.progress()
+            assert progress.source == progress.handed_out == sum_of(*every)
+            assert progress.acknowledged == sum_of(*acked)
+
+
+def test_a_loop_may_change_its_batch():
+    """Also where the batch was not what was planned."""
+    for found in (np.array([0, 1, 6], np.int64), np.array([0, 1, 1], np.int64)):
+        books = make_books()
+        want = sum_of(*found.tolist())
+        hand_out(books, np.array([0, 1, 6], np.int64), found)
+        found[:] = 9
+        assert books.progress().handed_out == want

@@ -100,9 +100,6 @@ def test_what_cannot_work_is_named_with_its_value(change, named):
     [
         ({"address": "local://?workers=2"}, "address 'local://'"),
         ({"dataset": Mix({"a": 0.7, "b": 0.3})}, "Mix"),
-        ({"order": "dynamic"}, "order='dynamic'"),
-        ({"elastic": True}, "elastic=True"),
-        ({"audit": True}, "audit=True"),
         ({"device": "cuda"}, "device='cuda'"),
         ({"device": "cuda:1"}, "device='cuda:1'"),
     ],
@@ -111,6 +108,28 @@ def test_what_comes_later_says_so_and_what_to_do_meanwhile(change, named):
     with pytest.raises(ConfigError, match=f"{named}.* comes in a later release") as caught:
         make(**change)
     assert caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"elastic": True}, "elastic=True needs order='dynamic'.*pass order='dynamic'"),
+        ({"elastic": True, "order": "dynamic", "tail": "drop"}, "elastic=True and tail='drop'.*tail='ragged' or 'pad'"),
+        ({"elastic": 1, "order": "dynamic"}, "elastic 1 is not True or False"),
+        ({"audit": "yes"}, "audit 'yes' is not True or False"),
+    ],
+)
+def test_what_does_not_go_together_with_elastic(change, named):
+    with pytest.raises(ConfigError, match=named):
+        make(**change)
+
+
+def test_dynamic_order_elastic_jobs_and_audits_are_accepted():
+    for tail in ("pad", "drop", "ragged"):
+        assert make(order="dynamic", tail=tail)._config.has_quotas == (tail != "ragged")
+        assert make(tail=tail)._config.has_quotas
+    elastic = make(order="dynamic", elastic=True, audit=True)._config
+    assert elastic.elastic and elastic.audit and not elastic.has_quotas
 
 
 @pytest.mark.parametrize("name", ["tls", "token", "shared_memory", "isolate"])
