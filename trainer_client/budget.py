@@ -32,3 +32,5 @@ class FeedStats:
     buffered: int
     in_flight: int
     workers: int
+    #: reads that a second worker helped with, of all feeds of the loader
+    hedges: int

@@ -50,8 +50,6 @@ class Chunk:
         self.bad: dict[int, BadRow] = {}
         #: why, per offset that is marked FAILED or QUARANTINED
         self.errors: dict[int, Exception] = {}
-        #: times a read of it was refused
-        self.tries = 0
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -202,7 +202,12 @@ class Feed:
     def stats(self) -> FeedStats:
         """Bytes and reads on their way, and workers that served lately."""
         with self._lock:
-            return FeedStats(sum(c.reserved for c in self._chunks), self._fetch.in_flight, self._fetch.workers())
+            return FeedStats(
+                buffered=sum(c.reserved for c in self._chunks),
+                in_flight=self._fetch.in_flight,
+                workers=self._fetch.workers(),
+                hedges=self._budget.hedges,
+            )
 
     def close(self) -> None:
         """Cancel what is under way and give the budget back."""
@@ -247,7 +252,8 @@ class Feed:
         if first is None:
             more = self.leg.dynamic and not self.leg.final
             return WaitTimeout, "more rows of the epoch were asked for" if more else "rows on their way"
-        return WaitTimeout, about + "a grant was asked for"
+        failure = self._fetch.last_failure(int(first[0].shards[first[1]]))
+        return WaitTimeout, failure or about + "a grant was asked for"
 
     def _first_missing(self) -> tuple[Chunk, int] | None:
         for chunk in self._chunks:

@@ -17,18 +17,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from manifests.errors import (
-    AccessDenied,
-    ConfigError,
-    DispatcherUnavailable,
-    FeedlineError,
-    NoWorker,
-    ProtocolError,
-    WaitTimeout,
-)
+from manifests.errors import ProtocolError
 from manifests.schema import Field
 from manifests.wire import messages as m
-from manifests.wire.flight import PeerSilent
 
 from .avoid import Avoided
 from .budget import Budget
@@ -37,18 +28,13 @@ from .cutting import Cut, Source, cut, stretch_rows
 from .grants import GrantKeeper
 from .reads import Read, ReadPool
 from .tensors import Part, view_part
+from .trouble import Trouble
 
 log = logging.getLogger("feedline.client")
 I64 = npt.NDArray[np.int64]
 
 #: bytes one read should bring
 READ_BYTES = 8 << 20
-#: seconds a worker is left alone after it refused or broke a connection / went silent
-_AVOID_REFUSED, _AVOID_SILENT = 3.0, 15.0
-#: seconds after which a shard that failed on a worker is read there again
-_AGAIN = 1.1
-#: refusals of a chunk's reads, or failures of a shard that the dispatcher was told of, after which it cannot be had
-_TRIES = 4
 #: a read without progress for this many seconds, and this many times as long as reads usually take, is slow
 _SLOW, _SLOWER = 0.5, 4.0
 #: slow reads that a second worker helps with at a time
@@ -86,15 +72,13 @@ class Fetch:
         self._lock = budget.lock
         self._keeper = keeper
         self._avoided = avoided
+        self._trouble = Trouble(keeper, avoided)
         self._shard_rows = shard_rows
         self._stall = stall
         self._news = news
         self._pending: list[tuple[Chunk, I64]] = []
         self._reads: dict[Read, Chunk] = {}
         self._stretches: dict[int, int] = {}
-        self._alone: set[int] = set()
-        self._errors: dict[int, str] = {}
-        self._quiet: dict[str, float] = {}
         self._seen: dict[str, float] = {}
         #: workers that were slow, and since when they gave no sign
         self._mute: dict[str, float] = {}
@@ -143,18 +127,24 @@ class Fetch:
         now = time.monotonic()
         with self._lock:
             reads = self._covering(chunk, offset)
-            error = self._errors.get(shard, "")
         for read in reads:
             if not read.last_sign:
                 return f"shard {shard} on worker {read.worker.id}: {len(self._reads) - 1} other reads are before it"
             silent = now - read.last_sign
             what = f"no sign for {silent:.1f} s" if silent > 1.5 else f"no row for {now - read.moved:.1f} s"
             return f"shard {shard} on worker {read.worker.id}: {what}"
-        if error:
+        if error := self._trouble.error_of(shard):
             return f"shard {shard} {error}"
         held = self._keeper.held([shard]).get(shard)
         usable = held is not None and self._avoided.usable(held.workers, shard)
         return f"shard {shard}: {len(self._reads)} other reads are before its own" if usable else ""
+
+    def last_failure(self, shard: int) -> str:
+        """What the worker of this shard did when it was last asked, "": nothing wrong, or there is none."""
+        held = self._keeper.held([shard]).get(shard)
+        worker = held.workers[0].id if held is not None and held.workers else ""
+        failure = self._trouble.last_of(worker)
+        return f"shard {shard} on worker {worker}: {failure}" if failure else ""
 
     def _covering(self, chunk: Chunk, offset: int) -> list[Read]:
         found = [r for r, c in self._reads.items() if c is chunk and not r.abandoned]
@@ -260,7 +250,7 @@ class Fetch:
             stretch = self._stretch(shard, size)
             if stretch:
                 workers.sort(key=lambda w: w.id)
-            sources[shard] = Source(tuple(workers), held.signed, stretch, shard in self._alone)
+            sources[shard] = Source(tuple(workers), held.signed, stretch, self._trouble.is_suspect(shard))
         return cut(offsets, shards, chunk.rows[offsets], sources, int(max(1, READ_BYTES // max(1.0, size))))
 
     def _stretch(self, shard: int, size: float) -> int:
@@ -372,56 +362,15 @@ class Fetch:
     # -- what goes wrong
 
     def _failed(self, chunk: Chunk, read: Read, rest: I64, error: Exception) -> None:
-        worker = read.worker.id
         shards = np.unique(chunk.shards[read.offsets[read.done :]]).tolist()
-        first = self._quiet.get(worker, 0.0) < time.monotonic()
-        self._quiet[worker] = time.monotonic() + 10.0  # one line per worker and outage, not per read
-        level = logging.WARNING if first else logging.DEBUG
-        log.log(level, "read of %d rows from worker %s failed: %s", len(rest), worker, str(error))
-        if not isinstance(error, FeedlineError) or isinstance(error, (DispatcherUnavailable, NoWorker, WaitTimeout)):
-            code = error.code if isinstance(error, FeedlineError) else "unreachable"
-            self._leave_alone(worker, isinstance(error, PeerSilent), code, str(error))
-        elif isinstance(error, ConfigError):
-            with self._lock:
-                chunk.fail(rest, error)
-        elif isinstance(error, AccessDenied):
-            with self._lock:
-                chunk.tries += 1
-                if chunk.tries >= _TRIES:
-                    chunk.fail(rest, error)
-            for shard in shards:
-                self._keeper.drop(shard)
-        else:
-            self._shard_failed(chunk, worker, shards, error)
+        lost = self._trouble.failed(read.worker.id, shards, error)
         with self._lock:
+            if lost:
+                chunk.fail(rest[np.isin(chunk.shards[rest], list(lost))], error)
             rest = rest[chunk.part[rest] == MISSING]
             if len(rest) and not chunk.released and not self._closing:
                 self._pending.append((chunk, rest))
             self._lock.notify_all()
-
-    def _leave_alone(self, worker: str, silent: bool, code: str, message: str) -> None:
-        self._avoided.worker(worker, _AVOID_SILENT if silent else _AVOID_REFUSED)
-        self._keeper.failed_on(m.ReadFailure(worker=worker, source=0, shard=-1, code=code, message=message[:300]))
-
-    def _shard_failed(self, chunk: Chunk, worker: str, shards: list[int], error: FeedlineError) -> None:
-        """A worker could not read a shard: the dispatcher is told which, and it is read from another worker, or later."""
-        named = error.detail.get("shard")
-        if named in shards:
-            shards = [named]
-        if len(shards) != 1:
-            with self._lock:
-                self._alone.update(shards)  # which of them it is shows once each is read by itself
-            return
-        shard = shards[0]
-        self._avoided.shard(worker, shard, _AGAIN)
-        told = self._keeper.times_told(shard)
-        self._keeper.failed_on(
-            m.ReadFailure(worker=worker, source=0, shard=shard, code=error.code, message=str(error)[:300])
-        )
-        with self._lock:
-            self._errors[shard] = f"failed on worker {worker}: {error}"
-            if told >= _TRIES:
-                chunk.fail(np.flatnonzero(chunk.shards == shard), error)
 
     def _check_silence(self) -> None:
         """Move reads that have shown no sign of life for the stall time. A worker whose reads were given up before
@@ -438,9 +387,9 @@ class Fetch:
                 since = self._mute.get(read.worker.id, read.last_sign)
                 if now - min(read.last_sign, since) > self._stall and now - read.last_sign > _SLOW:
                     silent.append(read)
+        gone: dict[str, float] = {}
         for read in silent:
             seconds = now - min(read.last_sign, self._mute.get(read.worker.id, read.last_sign))
-            log.warning("worker %s is silent for %.1f s; its read moves", read.worker.id, seconds)
             read.abandon(self._pool)
             with self._lock:
                 self._mute.pop(read.worker.id, None)
@@ -449,4 +398,6 @@ class Fetch:
                     rest = self._uncovered(chunk, read.offsets[read.done :])
                     if len(rest):
                         self._pending.append((chunk, rest))
-            self._leave_alone(read.worker.id, True, "silent", f"{seconds:.1f} s")
+            gone.setdefault(read.worker.id, seconds)
+        for worker, seconds in gone.items():
+            self._trouble.silent(worker, seconds)

@@ -25,6 +25,8 @@ log = logging.getLogger("feedline.client")
 
 #: shards asked for in one message, and held at the most
 ASK, HOLD = 128, 512
+#: shards given back in one message
+_DONE = 1024
 #: seconds before expiry at which a grant that is still needed is asked for again
 _RENEW = 45.0
 #: seconds between asks that bring nothing, first and largest
@@ -200,7 +202,7 @@ class GrantKeeper:
 
     def _message(self, shards: list[int], rows: int) -> m.AskGrants:
         failures, self._failures = tuple(self._failures.values()), {}
-        done, self._done = self._done, []
+        done, self._done = self._done[:_DONE], self._done[_DONE:]
         leg = self._lane if rows else None
         return m.AskGrants(
             job=self._seat.job,

@@ -82,10 +82,12 @@ def test_rows_of_a_worker_that_hangs_are_read_from_another(
 
     with make_loader(cluster.address, batch_size=8, prefetch="256KiB", options=ClientOptions(stall=8.0)) as loader:
         ids, slowest = loop(loader, act, pause=0.02)
+        hedges = loader._run.feed_stats()[0].hedges  # type: ignore[union-attr]
     resumed.join()
     assert sorted(ids) == list(range(ROWS))
     assert slowest < 1.5, f"a batch took {slowest:.1f} s"
-    assert any("rows are read from worker" in record.message for record in caplog.records)
+    told = [record for record in caplog.records if "rows are read from worker" in record.message]
+    assert len(told) == hedges > 0
     assert not any(worker["failures"] for worker in cluster.status()["workers"])
     check_audit(cluster, "job")
 
@@ -216,7 +218,7 @@ def test_reasons_name_shard_and_worker(cluster: TestCluster) -> None:
 
     def train() -> None:
         with make_loader(
-            cluster.address, batch_size=8, prefetch="64KiB", timeout=4.0, options=ClientOptions(stall=20.0)
+            cluster.address, batch_size=8, prefetch="64KiB", timeout=5.0, options=ClientOptions(stall=20.0)
         ) as loader:
             try:
                 loop(loader, lambda step: cluster.pause("worker-0") if step == 10 else None)
@@ -236,7 +238,7 @@ def test_reasons_name_shard_and_worker(cluster: TestCluster) -> None:
     training.join(20.0)
     cluster.resume("worker-0")
     assert isinstance(errors[0], WaitTimeout)
-    assert f"on worker {name}: no sign for" in str(errors[0])
+    assert f"on worker {name}: " in str(errors[0])
 
 
 def test_a_reason_for_want_of_workers_names_the_shard(cluster: TestCluster) -> None:
