@@ -3,11 +3,13 @@
 import msgspec
 import numpy as np
 import pytest
-from core_bench import Bench, Rank, make_manifest, sum_of, whole_taken
+from core_bench import Bench, DynamicRank, Rank, make_manifest, start_of, sum_of, whole_taken
 
 from dispatcher import job as job_module
+from dispatcher import records
 from manifests.errors import ConfigError, ProtocolError
 from manifests.identity import id_sum
+from manifests.ranges import Ranges
 from manifests.wire import messages as m
 
 ROWS = 24  # of the bench's default manifest
@@ -668,3 +670,226 @@ def test_many_rows_are_summed_in_pieces():
         rank.progress("finished", handed=full, acked=full, source=whole, handed_out=whole, acknowledged=whole),
     )
     assert counts(bench.audit()) == {"handed_out": 600_000, "acknowledged": 600_000}
+
+
+# -- quarantine
+
+
+def quarantine(bench, shard):
+    """The shard is in quarantine for the current generation."""
+    job = bench.state.jobs.by_name["train"]
+    found = m.QuarantinedShard(
+        source=0,
+        shard=shard,
+        uri=f"/data/photos-{shard}.tar",
+        code="shard-missing",
+        reason="not there",
+        workers=("w1",),
+    )
+    record = records.QuarantineRecord(job="train", generation=job.record.generation, shard=found)
+    job.quarantine[record.generation, 0, shard] = record
+    bench.stored[record.key] = records.encode(record)
+
+
+def ids_of_shard(bench, shard):
+    first = int(bench.manifest.first_ids[shard])
+    return range(first, first + int(bench.manifest.shard_rows[shard]))
+
+
+def without_shard(bench, rank, ids, acked=True):
+    """A rank's report, with these ids passed over because of quarantine."""
+    good = [i for i in rank.ids if i not in ids]
+    gone = Ranges.members(np.array([i for i in rank.ids if i in ids], np.int64)).encode()
+    return rank.progress(
+        "finished" if acked else "open",
+        source=sum_of(good),
+        handed_out=sum_of(good),
+        acknowledged=sum_of(good if acked else []),
+        quarantined=gone,
+        acked_quarantined=gone if acked else b"",
+    )
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_quarantined_rows_are_counted_and_their_shards_listed(bench, world):
+    opened = [bench.open(r, world_size=world) for r in range(world)]
+    quarantine(bench, 1)
+    for r, found in enumerate(opened):
+        rank = Rank(bench, found, r)
+        rank.finish()
+        bench.report(found, r, without_shard(bench, rank, ids_of_shard(bench, 1)))
+    document = bench.audit()
+    assert counts(document) == {"handed_out": 19, "acknowledged": 19}
+    assert document["quarantined"] == 5 and document["state"] == "complete"
+    assert document["shards"] == [
+        {"source": 0, "shard": 1, "uri": "/data/photos-1.tar", "code": "shard-missing", "reason": "not there"}
+    ]
+
+
+def test_quarantined_rows_not_acknowledged_are_still_open(bench):
+    opened = bench.open()
+    quarantine(bench, 4)
+    rank = Rank(bench, opened, 0)
+    rank.hand(20)
+    bench.report(opened, 0, without_shard(bench, rank, ids_of_shard(bench, 4), acked=False))
+    document = bench.audit()
+    passed = sum(i in ids_of_shard(bench, 4) for i in rank.ids)
+    assert passed and counts(document) == {"handed_out": 20 - passed, "open": 24} and document["quarantined"] == 0
+
+
+def test_a_start_point_splits_quarantined_rows_too(bench):
+    opened = bench.open()
+    quarantine(bench, 4)
+    rank = Rank(bench, opened, 0)
+    rank.hand(8)
+    start = start_at([rank], 1)
+    before = list(rank.ids)
+    rank.hand(8)
+    bench.report(opened, 0, without_shard(bench, rank, ids_of_shard(bench, 4), acked=False))
+    again = bench.open(0, "v", start=start, dead=("u0",))
+    rank = Rank(bench, again, 0)
+    rank.finish()
+    bench.report(again, 0, rank.progress("finished"), uid="v")
+    document = bench.audit()
+    passed = sum(i in ids_of_shard(bench, 4) for i in before)
+    assert passed and document["quarantined"] == passed and document["acknowledged"] == ROWS - passed
+    assert document["lost"] == document["repeated"] == 0 and document["state"] == "complete"
+
+
+def test_rows_acknowledged_as_quarantined_must_have_been_passed_over(bench):
+    opened = bench.open()
+    rank = Rank(bench, opened, 0)
+    rank.hand()
+    with pytest.raises(ProtocolError, match="quarantine"):
+        bench.report(opened, 0, rank.progress(acked_quarantined=Ranges.of([(0, 2)]).encode()))
+
+
+# -- dynamic order
+
+
+def dynamic(bench, world=2, **settings):
+    bench.worker()
+    settings = {"order": "dynamic", "shuffle": m.Shuffle(buffer=8, within_shard=True), "lanes": 24, **settings}
+    for r in range(world):
+        found = bench.open(r, world_size=world, **settings)
+    return [DynamicRank(bench, found, r) for r in range(world)]
+
+
+def hand(rank, steps):
+    for _ in range(steps):
+        while not rank.hand():
+            rank.ask(9)
+
+
+def test_dynamic_rows_in_the_middle_of_an_epoch(bench):
+    ranks = dynamic(bench)
+    for rank in ranks:
+        hand(rank, 2)
+        rank.ack()
+        hand(rank, 1)
+        rank.send()
+    assert counts(bench.audit()) == {"handed_out": 12, "acknowledged": 8, "open": 16}
+    assert bench.audit()["state"] == "running"
+
+
+def test_dynamic_skipped_rows_are_counted(bench):
+    ranks = dynamic(bench, on_error="skip")
+    hand(ranks[0], 1)
+    ranks[0].skip()
+    for rank in ranks:
+        rank.finish()
+    assert counts(bench.audit()) == {"handed_out": 23, "acknowledged": 23, "skipped": 1}
+
+
+def test_dynamic_quarantined_rows_are_counted(bench):
+    ranks = dynamic(bench)
+    quarantine(bench, 4)
+    gone = ids_of_shard(bench, 4)
+    for rank in ranks:
+        while not rank.done:
+            if not rank.hand():
+                rank.ask(9)
+        rank.ack()
+        ids = rank.ids(rank.rows)
+        good = [i for i in ids if i not in gone]
+        passed = Ranges.members(np.array([i for i in ids if i in gone], np.int64)).encode()
+        sums = dict.fromkeys(("source", "handed_out", "acknowledged"), sum_of(good))
+        progress = msgspec.structs.replace(
+            rank.progress("finished"), quarantined=passed, acked_quarantined=passed, **sums
+        )
+        bench.report(rank.opened, rank.rank, progress)
+    document = bench.audit()
+    assert counts(document) == {"handed_out": 13, "acknowledged": 13} and document["quarantined"] == 11
+    assert [shard["shard"] for shard in document["shards"]] == [4] and document["state"] == "complete"
+
+
+def test_dynamic_ids_that_are_not_the_plan_s_are_lost_and_repeated(bench):
+    ranks = dynamic(bench, world=1)
+    rank = ranks[0]
+    while not rank.done:
+        if not rank.hand():
+            rank.ask(9)
+    rank.ack()
+    ids = rank.ids(rank.rows)
+    wrong = sum_of([ids[0], *ids[:-1]])
+    bench.report(rank.opened, 0, msgspec.structs.replace(rank.progress("finished"), handed_out=wrong))
+    assert (bench.audit()["lost"], bench.audit()["repeated"]) == (1, 1)
+
+
+def test_dynamic_rows_that_no_rank_handed_out_are_lost(bench):
+    ranks = dynamic(bench)
+    hand(ranks[0], 2)
+    ranks[0].ack()
+    ranks[0].send("finished")
+    ranks[1].finish()
+    document = bench.audit()
+    assert (document["acknowledged"], document["lost"]) == (16, 8)
+    assert document["shards"][0]["note"] == "8 rows were never handed out"
+
+
+def test_dynamic_a_start_point_acknowledges_what_lies_before_it_and_voids_the_rest(bench):
+    ranks = dynamic(bench)
+    for rank in ranks:
+        hand(rank, 2)
+    start = start_of(ranks)
+    for rank in ranks:
+        hand(rank, 1)
+        rank.send()
+    bench.wait(11)
+    for r in range(3):
+        found = bench.open(
+            r,
+            f"v{r}",
+            world_size=3,
+            start=start,
+            order="dynamic",
+            lanes=24,
+            shuffle=m.Shuffle(buffer=8, within_shard=True),
+        )
+    assert counts(bench.audit()) == {"handed_out": 12, "acknowledged": 8, "rewound": 4, "open": 16}
+    for r in range(3):
+        DynamicRank(bench, found, r, uid=f"v{r}").finish()
+    assert counts(bench.audit()) == {"handed_out": 28, "acknowledged": 24, "rewound": 4}
+    assert bench.audit()["state"] == "complete"
+
+
+def test_dynamic_a_later_epoch_s_start_point_vouches_for_this_one(bench):
+    ranks = dynamic(bench, epochs=3)
+    for rank in ranks:
+        hand(rank, 3)
+        rank.send()  # the rest was handed out, but the processes were killed before they told
+    start = m.StartPoint(kind="checkpoint", epoch=1, generation=1, job="train", world_size=2)
+    bench.wait(11)
+    bench.open(0, "v", start=start, order="dynamic", lanes=24, shuffle=m.Shuffle(buffer=8, within_shard=True), epochs=3)
+    document = bench.audit(epoch=0)
+    assert counts(document) == {"handed_out": 24, "acknowledged": 24} and document["state"] == "complete"
+
+
+def test_dynamic_folded_epochs_keep_their_audit(bench):
+    ranks = dynamic(bench, epochs=5)
+    for epoch in range(4):
+        for rank in ranks:
+            DynamicRank(bench, rank.opened, rank.rank, epoch).finish()
+    assert (1, 0) in bench.state.jobs.by_name["train"].folded and not any("/epochs/0/" in key for key in bench.stored)
+    for epoch in range(4):
+        assert counts(bench.audit(epoch=epoch)) == {"handed_out": 24, "acknowledged": 24}
