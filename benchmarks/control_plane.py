@@ -50,6 +50,7 @@ from dispatcher.memory_store import MemoryStore
 from dispatcher.state import State
 from dispatcher.store import Term
 from feedline.client import Client
+from feedline.etcd import Etcd
 from feedline.local import LocalCluster
 from manifests import Field, Manifest
 from manifests.errors import FeedlineError
@@ -434,22 +435,15 @@ def _one_takeover(folder: Path, manifest: Manifest, size: Size, elsewhere: bool)
     """Lease 3 s; all ranks have open grants. ``elsewhere``: the leader is in a pid namespace of its own, so that the
     standby cannot see that it is dead and has to wait for the lease."""
     lease = 3.0
-    cluster = LocalCluster(folder, lease=f"{lease:g}s", fsync=True)
     with contextlib.ExitStack() as stack:
-        stack.callback(cluster.end)
-        cluster.start_etcd()
-        store = EtcdStore((cluster.etcd.address,))
+        etcd = Etcd(folder / "etcd", log=folder / "etcd.log")
+        etcd.start()
+        stack.callback(etcd.stop)
+        store = EtcdStore((etcd.address,))
         stack.callback(store.close)
         prefix = ["unshare", "--pid", "--fork", "--kill-child=SIGKILL", "--mount-proc"] if elsewhere else []
-        command = [
-            *prefix, sys.executable, "-m", "dispatcher", "--etcd", str(cluster.etcd.address), "--store", str(folder / "store"),
-            "--listen", "127.0.0.1:0", "--lease", f"{lease:g}s",
-        ]  # fmt: skip
-        leader = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-        stack.callback(_end, leader)
-        assert leader.stdout is not None
-        first = leader.stdout.readline().removeprefix("dispatcher ").strip()
-        standby = cluster.add_dispatcher().address
+        leader, first = _dispatcher(stack, prefix, etcd, folder, lease)
+        _, standby = _dispatcher(stack, [], etcd, folder, lease)
         with Client(parse_addresses(first), timeout=120.0) as client:
             client.register(manifest)
         addresses = f"{first},{standby}"
@@ -474,6 +468,20 @@ def _one_takeover(folder: Path, manifest: Manifest, size: Size, elsewhere: bool)
                     return granted - lease_end[0], granted - killed
             time.sleep(0.01)
         raise RuntimeError("no grant within 30 s")
+
+
+def _dispatcher(
+    stack: contextlib.ExitStack, prefix: list[str], etcd: Etcd, folder: Path, lease: float
+) -> tuple[subprocess.Popen[str], str]:
+    """A dispatcher process that serves, and its address."""
+    command = [
+        *prefix, sys.executable, "-m", "dispatcher", "--etcd", str(etcd.address), "--store", str(folder / "store"),
+        "--listen", "127.0.0.1:0", "--lease", f"{lease:g}s",
+    ]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    stack.callback(_end, process)
+    assert process.stdout is not None
+    return process, process.stdout.readline().removeprefix("dispatcher ").strip()
 
 
 def _watch(store: EtcdStore, old: str | None) -> list[float]:

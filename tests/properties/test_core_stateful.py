@@ -11,15 +11,17 @@ and nothing else, the rows that stand, those that were rewound, and so every num
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import hypothesis
 import numpy as np
+import observed
 from core_bench import LEASE, Bench, Rank
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dispatcher import events
+from dispatcher.transitions import MACHINES
 from manifests.cursor import own_lanes
 from manifests.errors import FeedlineError, Fenced, JobBusy, JobMismatch
 from manifests.plan import lane_sizes
@@ -177,6 +179,9 @@ class Model:
 class Wire(Bench):
     """A core behind a network and a store: a message may be lost, late or come twice, and the dispatcher may die."""
 
+    #: (machine, from, event, to) of everything that a core did in this test run
+    transitions: ClassVar[set[tuple[str, str, str, str]]] = set()
+
     def __init__(self) -> None:
         self.model = Model()
         self.fault = ""
@@ -184,9 +189,24 @@ class Wire(Bench):
         self.sent: list[tuple[type[events.Event], dict[str, Any]]] = []
         super().__init__()
 
+    def deliver(self, kind: type[events.Event], fields: dict[str, Any]) -> Any:
+        before = observed.states(self.state, self.at, LEASE)
+        try:
+            return Bench.apply(self, kind, **fields)
+        finally:
+            after = observed.states(self.state, self.at, LEASE)
+            self.transitions |= observed.changes(before, after, kind.__name__)
+
+    def wait(self, seconds: float) -> None:
+        before = observed.states(self.state, self.at, LEASE)
+        self.at += seconds
+        after = observed.states(self.state, self.at, LEASE)
+        self.transitions |= observed.changes(before, after, "lease over")
+        self.apply(events.TimePassed)
+
     def send(self, kind: type[events.Event], fields: dict[str, Any]) -> Any:
         """One delivery, taken into the model if the core takes it."""
-        answer = Bench.apply(self, kind, **fields)
+        answer = self.deliver(kind, fields)
         message = fields.get("message")
         if isinstance(message, m.OpenJob):
             self.model.opened(message, answer)
@@ -197,15 +217,15 @@ class Wire(Bench):
     def apply(self, kind: type[events.Event], **fields: Any) -> Any:
         fault, self.fault = self.fault, ""
         if kind not in (events.JobOpenRequested, events.GrantsRequested, events.ProgressReported):
-            return Bench.apply(self, kind, **fields)
+            return self.deliver(kind, fields)
         self.sent.append((kind, fields))
         if fault == "held":
             raise LostError
         if fault == "before":
             # decided, not committed: nobody but the dispatcher that died ever knew
-            number = next(self._numbers)
+            number, before = next(self._numbers), observed.states(self.state, self.at, LEASE)
             self.state.apply(kind(at=self.at, now_ms=self.now_ms, request=number, **fields))
-            self.take_over()
+            self.take_over(before)
             raise LostError
         answer = self.send(kind, fields)
         if fault == "after":
@@ -219,9 +239,12 @@ class Wire(Bench):
             assert meaning(again) == meaning(answer)
         return answer
 
-    def take_over(self) -> None:
-        """The dispatcher dies; another one has what is in the store."""
+    def take_over(self, before: observed.States | None = None) -> None:
+        """The dispatcher dies; another one has what is in the store. ``before``: what was so, if it decided since."""
+        before = observed.states(self.state, self.at, LEASE) if before is None else before
         self.reload()
+        after = observed.states(self.state, self.at, LEASE)
+        self.transitions |= observed.changes(before, after, "take-over")
 
 
 def meaning(answer: Any) -> Any:
@@ -696,6 +719,11 @@ class Faults(RuleBasedStateMachine):
             assert found == model, (epoch, found, model, document)
 
     def teardown(self) -> None:
+        known = {(x.name, t.source, t.event, t.target) for x in MACHINES for t in x.transitions}
+        assert not self.wire.transitions - known, "not in dispatcher/transitions.py"
+        self.to_the_end()
+
+    def to_the_end(self) -> None:
         """Everybody is gone; a new set of processes goes to the end of the epoch from "latest"."""
         if self.job() is None:
             return
