@@ -192,9 +192,9 @@ class Driver:
         """Resign and end the thread; waiting callers get ``DispatcherUnavailable``."""
         self._closing.set()
         self._inbox.wake()
+        self._upkeep.close()
         if self._thread.ident is not None:
             self._thread.join(timeout)
-        self._upkeep.close()
         self._refuse(self._inbox.take_all())
 
     # -- the driver's thread

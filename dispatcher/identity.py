@@ -15,7 +15,7 @@ import msgspec
 
 from manifests.errors import ConfigError
 
-from .store import Store
+from .store import Store, StoreUnavailable
 
 #: form of the records; a release reads those up to its own
 FORMAT = 1
@@ -37,7 +37,8 @@ def agree(store: Store, folder: Path, etcd: str) -> str:
     """The cluster's id, after both sides have it. ``etcd``: how messages name the store.
 
     Raises:
-        ConfigError: they belong to two clusters, or to a newer release. StoreUnavailable: the store did not answer.
+        ConfigError: they belong to two clusters, or to a newer release. StoreUnavailable: the store did not answer, or
+            the folder's file cannot be read or written.
     """
     # in this order: another dispatcher that draws an id right now writes it to the store first
     filed = _parse(_read(folder), f"the store folder {folder}")
@@ -93,7 +94,7 @@ def _read(folder: Path) -> str:
     except FileNotFoundError:
         return ""
     except OSError as error:
-        raise ConfigError(f"cannot read {folder / FILE}", cause=error.strerror or str(error)) from None
+        raise StoreUnavailable(f"cannot read {folder / FILE}: {error.strerror or error}") from None
 
 
 def _has_files(folder: Path) -> bool:
@@ -112,4 +113,4 @@ def _write(folder: Path, text: str) -> str:
                 os.link(made.name, folder / FILE)
         return _read(folder)
     except OSError as error:
-        raise ConfigError(f"cannot write {folder / FILE}", cause=error.strerror or str(error)) from None
+        raise StoreUnavailable(f"cannot write {folder / FILE}: {error.strerror or error}") from None
