@@ -34,7 +34,14 @@ def named_tests(text: str) -> list[tuple[str, str]]:
 def defined_in(path: Path) -> dict[str, str]:
     """Test -> its name and docstring."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    return {
+    machines = {
+        target.id: target.id
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name) and target.id.startswith("Test")
+    }
+    return machines | {
         node.name: f"{node.name} {ast.get_docstring(node) or ''}"
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
