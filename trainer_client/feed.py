@@ -83,7 +83,7 @@ class Feed:
         self._closing = False
         self._news = 0
         self._grow = _FIRST_BYTES
-        self._count = 1  # rows of a chunk, about
+        self._count = 64  # rows of a chunk, about
         self._waits_since = 0.0
         self._after = after
         self._ahead = LookAhead(leg)

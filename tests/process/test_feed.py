@@ -105,6 +105,9 @@ def test_a_worker_that_is_always_slow_serves_little(cluster: TestCluster) -> Non
     assert took < 15.0, f"{took:.1f} s"
     served = _served(cluster)
     assert served[cluster.worker("worker-0").id] < 0.4 * sum(served.values()), served
+    speeds = {w["id"]: w["read_bytes_per_s"] for w in cluster.status()["workers"]}
+    slow, fast = (speeds[cluster.worker(name).id] for name in ("worker-0", "worker-1"))
+    assert slow is not None and fast is not None and slow < fast, "clients tell the dispatcher how fast workers are"
     check_audit(cluster, "job", 1)
 
 
