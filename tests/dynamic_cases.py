@@ -89,7 +89,7 @@ class Game:
         for rank in range(world):
             leg = DynamicLeg.of(self.plan, self.settings, self.start, epoch=case.epoch, rank=rank)
             self.ranks.append(Rank(leg, Session(leg)))
-        self.asks = 0
+        self._ends: dict[int, Any] = {}
 
     def plan(self, epoch: int) -> Plan:
         case = self.case
@@ -99,17 +99,16 @@ class Game:
 
     def _bounds(self, epoch: int, position: int) -> tuple[int, int]:
         """See ``dispatcher.pool.Bounds``."""
-        plan = self.plan(epoch)
-        at = position
-        shard = plan.plan_rows(np.array([at], np.int64))[0]
-        while at < self.case.total and plan.plan_rows(np.array([at], np.int64))[0] == shard:
-            at += 1
-        return at, 1 << 40
+        if epoch not in self._ends:
+            shards = self.plan(epoch).plan_rows(np.arange(self.case.total, dtype=np.int64))[0]
+            last = np.flatnonzero(np.diff(shards, append=-1)) + 1  # plan positions at which shards end
+            self._ends[epoch] = last
+        last = self._ends[epoch]
+        return int(last[np.searchsorted(last, position, side="right")]), 1 << 40
 
     def ask(self, rank: int, more: int = 0) -> bool:
         """One ask of ``rank``, as the feed makes it; ``more``: rows beyond what it needs. Whether anything changed."""
         one = self.ranks[rank]
-        self.asks += 1
         have = one.leg.have
         want = one.leg.wanted(one.session.position.read + self.ahead + more)
         place = one.leg.place(one.session.position.read)
@@ -153,7 +152,7 @@ class Game:
             one = self.ranks[rank]
             if (steps is not None and len(one.batches) >= steps) or self.step(rank) is None:
                 going.discard(rank)
-            self.pool.check()
+        self.pool.check()
 
     def all_real(self) -> list[Row]:
         return [row for one in self.ranks for row in one.real]

@@ -353,13 +353,15 @@ class RemoteDataLoader:
 
         Raises:
             ConfigError: the loader was not made with ``ack="manual"``.
+            Fenced and the like: the dispatcher refuses it, as another process holds the rank by now.
         """
         if self._config.ack != "manual":
             raise ConfigError("ack() needs ack='manual'", cause=f"this loader has ack={self._config.ack!r}")
         run = self._run
         if run is not None:
             run.reporter.acknowledge()
-            run.reporter.flush(5.0)
+            if not run.reporter.flush(5.0):
+                run.check()
 
     # -- figures and end
 

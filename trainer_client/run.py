@@ -269,7 +269,7 @@ class Run:
         self._check_budget(epoch, len(skipped))
         if not len(offsets):  # nothing but bad rows was left
             epoch.books.skip(skipped, position, quarantined)
-            self._move(epoch, feed, position, len(skipped))
+            self._move(epoch, feed, position, len(skipped), len(quarantined))
             return None
         pieces: list[Piece] = []
         planned, shards = np.empty(len(offsets), np.int64), np.empty(len(offsets), np.int64)
@@ -302,16 +302,16 @@ class Run:
             planned, found, shards = planned[real], found[real], shards[real]
             epochs = None if epochs is None else epochs[real]
         epoch.books.hand_out(planned, found, pads, skipped, position, shards, quarantined, epochs)
-        self._move(epoch, feed, position, len(skipped))
+        self._move(epoch, feed, position, len(skipped), len(quarantined))
         self.waits.got(len(offsets), size)
         return (result,)
 
-    def _move(self, epoch: Epoch, feed: Feed, position: Position, skipped: int) -> None:
+    def _move(self, epoch: Epoch, feed: Feed, position: Position, skipped: int, quarantined: int) -> None:
         epoch.session.position = position
         feed.release(position.read)
         self._bad += skipped
-        if skipped:
-            # A state saved from now on counts these rows as taken; only the books know that they were skipped, so they
+        if skipped or quarantined:
+            # A state saved from now on counts these rows as taken; only the books know that they were not, so they
             # are on record before the loop goes on.
             self.reporter.flush(1.0)
 

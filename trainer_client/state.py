@@ -110,12 +110,11 @@ def load(states: Any) -> LoadedState:
     Raises:
         ConfigError: not a state. StateMismatch: states of different jobs or places, or damaged.
     """
-    if isinstance(states, Mapping):
-        given = states.get("ranks") or [states]
-    elif isinstance(states, Sequence) and not isinstance(states, (str, bytes)) and states:
-        given = list(states)
-    else:
-        given = [states]
+    several = isinstance(states, Sequence) and not isinstance(states, (str, bytes)) and states
+    given: list[Any] = []
+    for state in states if several else [states]:
+        ranks = state.get("ranks") if isinstance(state, Mapping) else None
+        given += ranks if isinstance(ranks, list) and ranks else [state]
     for state in given:
         _check_form(state)
     many = [{**state, "step": _step_of(state)} for state in given]
@@ -126,6 +125,7 @@ def load(states: Any) -> LoadedState:
         dynamic_state.check_form(state)
     many = _level_dynamic(many)
     _check_same(many, equal_steps=any(dynamic_state.has_quotas(state) for state in many))
+    many = list({state["rank"]: state for state in many}.values())
     start = dynamic_state.join(many)
     if len(many) == 1:
         kept = {**many[0], "step": encode_step(many[0]["step"])}

@@ -245,6 +245,36 @@ def test_an_epoch_s_end_is_the_next_one_s_beginning(cluster):
         check_audit(cluster, f"end-{tail}", 1, acknowledged=ROWS)
 
 
+@pytest.mark.parametrize("tail", ["pad", "ragged"])
+def test_latest_goes_on_where_the_acknowledgements_are(cluster, tail):
+    """Two ranks acknowledge by hand after 4 of 6 steps; three go on with what was not acknowledged."""
+    settings = {"job": f"latest-{tail}", "order": "dynamic", "tail": tail, "ack": "manual"}
+
+    def act(rank):
+        with make_loader(cluster.address, rank=rank, world_size=2, **settings) as loader:
+            ids = []
+            for step, batch in enumerate(loader, 1):
+                ids.append(batch["__id__"].tolist())
+                if step == 4:
+                    loader.ack()
+                if step == 6:
+                    break
+            return ids
+
+    first = in_threads(2, act)
+    sure = flat([flat(ids[:4]) for ids in first])
+
+    def rest(rank):
+        with make_loader(cluster.address, rank=rank, world_size=3, resume="latest", **settings) as loader:
+            found = drain(loader)
+            loader.ack()
+            return found
+
+    again = flat([rank.real for rank in in_threads(3, rest)])
+    assert sorted(sure + again) == list(range(ROWS))
+    check_audit(cluster, f"latest-{tail}", 0, acknowledged=ROWS, rewound=16)
+
+
 def test_states_are_small_and_made_at_once(cluster):
     settings = {"job": "small", "dataset": "many", "order": "dynamic", "shuffle": {"buffer": 64}, "world_size": 1}
     times = []

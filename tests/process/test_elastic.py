@@ -105,37 +105,43 @@ def test_the_others_take_over_what_a_killed_rank_had(cluster, tmp_path):
     assert found["rewound"] <= 3 * 4
 
 
-def test_a_new_process_takes_the_place_of_a_killed_one(cluster, tmp_path):
-    """It joins the running generation, with rows of its own; a stopped one that comes back is fenced."""
+def test_a_new_process_takes_the_place_of_a_stopped_one(cluster, tmp_path):
+    """In the second epoch: it joins the running generation, with rows of its own, and the stopped one is fenced when it
+    goes on. Rows that were acknowledged come once."""
     job = "again"
-    common = {"job": job, "world_size": 2, "elastic": True, "ack": "manual", **RAGGED}
+    common = {"job": job, "world_size": 2, "elastic": True, "ack": "manual", "epochs": 2, **RAGGED}
     with (
         RankProcess(cluster.address, tmp_path / "first", rank=1, delay=0.05, **common) as first,
         make_loader(cluster.address, rank=0, **common) as loader,
     ):
-        ids: list[int] = []
+        rows: list[tuple[int, int]] = []
         second = None
         for batch in loader:
-            ids += batch["__id__"].tolist()
+            rows += zip(batch["__epoch__"].tolist(), batch["__id__"].tolist(), strict=True)
             loader.ack()
-            if second is None and len(ids) >= 8:
-                first.wait_for(3)
+            begun = any(1 in one["epochs"] for one in first.batches)
+            if second is None and begun and rows[-1][0] == 1:
                 os.kill(first.process.pid, signal.SIGSTOP)
                 second = RankProcess(cluster.address, tmp_path / "second", rank=1, delay=0.02, **common)
                 second.wait_for(3)
                 os.kill(first.process.pid, signal.SIGCONT)
-            time.sleep(0.12)
+            time.sleep(0.06)
         loader.ack()
-        assert second is not None
+        assert second is not None, "one rank was through before the other had begun"
         with second:
             end = second.finish()
         assert end["error"] is None
         assert first.finish()["error"][0] == Fenced.code
-    mine = flat([batch["ids"] for batch in second.batches])
-    sure = flat([batch["ids"] for batch in first.batches[: first.acked]])
-    unsure = flat([batch["ids"] for batch in first.batches[first.acked :]])
-    check_ids(sure, ids + mine, unsure)
-    check_audit(cluster, job, 0, acknowledged=ROWS, generation=1)
+
+    def pairs(batches):
+        return [pair for one in batches for pair in zip(one["epochs"], one["ids"], strict=True)]
+
+    sure, unsure = pairs(first.batches[: first.acked]), pairs(first.batches[first.acked :])
+    others = rows + pairs(second.batches)
+    assert sorted(sure + others) == [(epoch, i) for epoch in range(2) for i in range(ROWS)]
+    assert set(unsure) <= set(others)
+    for epoch in range(2):
+        check_audit(cluster, job, epoch, acknowledged=ROWS, generation=1)
 
 
 def test_what_the_last_rank_leaves_is_carried_into_the_next_epoch(cluster, tmp_path):
