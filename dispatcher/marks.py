@@ -70,7 +70,7 @@ def complete(job: Job | None, start: m.StartPoint, settings: m.JobSettings, rows
     if not start.missing or start.kind != "checkpoint":
         return start
     name = (start.generation, start.epoch, start.step)
-    found = job.marks.get(name, {}) if job is not None else {}
+    found = job.marks.get(name, {}) if job is not None and _same(job, start, settings) else {}
     absent = [rank for rank in start.missing if rank not in found]
     if absent:
         raise StateIncomplete(
@@ -83,6 +83,19 @@ def complete(job: Job | None, start: m.StartPoint, settings: m.JobSettings, rows
     marks = {rank: found[rank].mark for rank in start.missing}
     add = _add_lanes if settings.order == "dynamic" else _add_counts
     return msgspec.structs.replace(add(start, marks, settings, rows), missing=())
+
+
+def _same(job: Job, start: m.StartPoint, settings: m.JobSettings) -> bool:
+    """Whether the generation the state names is, as far as this dispatcher knows, one of the same order and ranks: a job
+    of that name may have been another one."""
+    parent = job.generations.get(start.generation)
+    if parent is None:
+        return True
+    then = parent.settings
+    if start.world_size not in (0, then.world_size):
+        return False
+    same = all(getattr(then, name) == getattr(settings, name) for name in ("order", "seed", "shuffle", "lanes"))
+    return same and [s.digest for s in then.sources] == [s.digest for s in settings.sources]
 
 
 def _add_counts(

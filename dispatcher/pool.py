@@ -404,13 +404,14 @@ class Pool:
 
     def check(self) -> None:
         """Raise ``RuntimeError`` unless every row is in one place."""
-        below = Ranges.of([(0, self.floor)])
         lanes = [s for held in self.lanes.values() for s in held.own()]
-        own = [Ranges.of([(a, b)]) - below for e, a, b in lanes if e == self.epoch]
-        parts = [self.free, self.away, self.settled - below, *own]
-        whole = merged(parts)
-        if sum(map(len, parts)) != len(whole) or (whole | below) != Ranges.of([(0, self.rows)]) or whole & below:
-            raise RuntimeError(f"{self!r}: {sum(map(len, parts))} rows above the floor, {len(whole)} different ones")
+        parts = [*self.free, *self.away, *self.settled, *((a, b) for e, a, b in lanes if e == self.epoch)]
+        above = [(max(start, self.floor), stop) for start, stop in parts if stop > self.floor]
+        rows, whole = sum(stop - start for start, stop in above), Ranges.of(above)
+        if self._free and self._free[-1][0] < self.floor:
+            raise RuntimeError(f"{self!r}: row {self._free[-1][0]} is free")
+        if rows != len(whole) or whole != Ranges.of([(self.floor, self.rows)]):
+            raise RuntimeError(f"{self!r}: {rows} rows above the floor, {len(whole)} different ones")
         if self.free_rows != len(self.free):
             raise RuntimeError(f"{self!r}: {len(self.free)} rows are free")
         carried = [s for s in lanes if s[0] != self.epoch]

@@ -119,6 +119,12 @@ def test_marks_belong_to_the_job_the_state_names_and_end_with_it(bench):
     assert not any("/marks/" in key for key in bench.stored)
 
 
+def test_marks_of_another_order_complete_nothing(bench):
+    ranks = dynamic_ranks(bench)
+    with pytest.raises(StateIncomplete):
+        reopen(bench, [lone(ranks, 0)] * 2, seed=5, **DYNAMIC)
+
+
 def test_deterministic_states_after_skips_are_completed_too(bench):
     for r in range(2):
         found = bench.open(r, world_size=2, on_error="skip", lanes=12)

@@ -1,12 +1,16 @@
 """Dynamic order: what an ask gets, how sizes are guided, quotas, cuts, the floor, and going on from a start point."""
 
 import msgspec
+import numpy as np
 import pytest
-from core_bench import Bench, DynamicRank, start_of
+from core_bench import Bench, DynamicRank, make_manifest, start_of
 
 from dispatcher import pool as pool_module
+from dispatcher.files import KEPT_PLANS, Files
+from dispatcher.library import shard_at
 from manifests.errors import ConfigError, ProtocolError, StateMismatch
 from manifests.granted import Piece, decode_pieces, encode_pieces
+from manifests.plan import Plan
 from manifests.ranges import Ranges
 from manifests.wire import messages as m
 
@@ -351,3 +355,21 @@ def test_books_past_the_lane_are_refused(bench):
     for handed, acked in (((81,), (0,)), ((3,), (4,)), ((3, 1), (0, 0)), ((-1,), (-1,))):
         with pytest.raises(ProtocolError):
             bench.report(found, 0, m.EpochProgress(epoch=0, handed=handed, acked=acked))
+
+
+# -- which shard is at a position
+
+
+@pytest.mark.parametrize("shuffle", [None, m.Shuffle(), m.Shuffle(within_shard=True)])
+def test_shards_are_found_in_the_order_of_the_plan_and_orders_are_kept(tmp_path, shuffle):
+    files, manifest = Files(tmp_path), make_manifest([3, 0, 5, 1, 7])
+    files.store_manifest(manifest.digest, manifest.to_bytes())
+    plan = files.plan(manifest.digest, 7, 2, shuffle)
+    whole = Plan(manifest.shard_rows, seed=7, epoch=2, shuffle=shuffle, lanes=24)
+    shards = whole.plan_rows(np.arange(16))[0].tolist()
+    for position, shard in enumerate(shards):
+        assert shard_at(plan, position) == (shard, shards.index(shard))
+    assert files.plan(manifest.digest, 7, 2, shuffle) is plan
+    for epoch in range(KEPT_PLANS + 3):
+        files.plan(manifest.digest, 8, epoch, shuffle)
+    assert files.plan(manifest.digest, 7, 2, shuffle) is not plan
