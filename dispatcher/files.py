@@ -22,17 +22,16 @@ import numpy.typing as npt
 from manifests.errors import ConfigError, FeedlineError, ProtocolError, UnknownDataset
 from manifests.identity import digest as digest_of
 from manifests.manifest import Manifest
-from manifests.plan import Plan
 from manifests.wire.messages import Shuffle
 
-from .library import ShardInfo, shard_plan
+from .library import ShardInfo, ShardOrder
 
 #: parsed manifests kept in memory
 KEPT = 8
 #: shards whose description is kept in memory
 KEPT_SHARDS = 8192
 #: shard orders kept in memory: of the epochs that jobs in dynamic order are in
-KEPT_PLANS = 16
+KEPT_ORDERS = 16
 #: largest blob, bytes
 MAX_BLOB = 1 << 20
 
@@ -50,7 +49,7 @@ class Files:
         self._lock = threading.Lock()
         self._parsed: OrderedDict[str, Manifest] = OrderedDict()
         self._shards: OrderedDict[tuple[str, int], ShardInfo] = OrderedDict()
-        self._plans: OrderedDict[tuple[str, int, int, bool], Plan] = OrderedDict()
+        self._orders: OrderedDict[tuple[str, int, int, bool], ShardOrder] = OrderedDict()
         try:
             for place in (self._manifests, self._blobs):
                 place.mkdir(parents=True, exist_ok=True)
@@ -137,19 +136,19 @@ class Files:
     def shard_rows(self, digest: str) -> npt.NDArray[np.int64]:
         return self.manifest(digest).shard_rows
 
-    def plan(self, digest: str, seed: int, epoch: int, shuffle: Shuffle | None) -> Plan:
+    def plan(self, digest: str, seed: int, epoch: int, shuffle: Shuffle | None) -> ShardOrder:
         """See ``Library``. The first time takes 0.2 s for 1,000,000 shards, so call it once beside the driver's thread."""
         name = (digest, seed, epoch, shuffle is not None)
         with self._lock:
-            found = self._plans.get(name)
+            found = self._orders.get(name)
             if found is not None:
-                self._plans.move_to_end(name)
+                self._orders.move_to_end(name)
                 return found
-        found = shard_plan(self.shard_rows(digest), seed, epoch, shuffle)
+        found = ShardOrder(self.shard_rows(digest), seed, epoch, shuffle)
         with self._lock:
-            self._plans[name] = found
-            while len(self._plans) > KEPT_PLANS:
-                self._plans.popitem(last=False)
+            self._orders[name] = found
+            while len(self._orders) > KEPT_ORDERS:
+                self._orders.popitem(last=False)
         return found
 
     # -- blobs

@@ -12,6 +12,9 @@ import numpy.typing as npt
 from manifests.plan import Plan
 from manifests.wire.messages import Shuffle
 
+#: shards looked up at a time, and kept
+_AHEAD, _KEPT = 32, 8192
+
 
 @dataclass(frozen=True, slots=True)
 class ShardInfo:
@@ -35,18 +38,37 @@ class Library(Protocol):
     def shard_rows(self, digest: str) -> npt.NDArray[np.int64]:
         """Rows per shard, int64 [shards]."""
 
-    def plan(self, digest: str, seed: int, epoch: int, shuffle: Shuffle | None) -> Plan:
-        """The order of shards in an epoch, to find the shard at a plan position; see ``shard_plan``."""
+    def plan(self, digest: str, seed: int, epoch: int, shuffle: Shuffle | None) -> ShardOrder:
+        """Where the shards lie in the plan of an epoch."""
 
 
-def shard_plan(shard_rows: npt.NDArray[np.int64], seed: int, epoch: int, shuffle: Shuffle | None) -> Plan:
-    """A plan whose ``plan_rows`` gives places inside shards as they are stored, also for ``within_shard``, so that no shard
-    need be put in order to find where it begins and ends. Makes about 5 million shards a second; a look-up is a search."""
-    whole = msgspec.structs.replace(shuffle, within_shard=False) if shuffle is not None else None
-    return Plan(shard_rows, seed=seed, epoch=epoch, shuffle=whole, lanes=1)
+class ShardOrder:
+    """Finds the shard at a plan position. Making one takes 0.2 s for 1,000,000 shards. For one thread.
 
+    Args:
+        shard_rows: int64 [shards]. seed, epoch, shuffle: as in ``Plan``.
+    """
 
-def shard_at(plan: Plan, position: int) -> tuple[int, int]:
-    """(ordinal of the shard at this plan position, plan position where it begins), with a plan of ``shard_plan``."""
-    shards, rows = plan.plan_rows(np.array([position], np.int64))
-    return int(shards[0]), position - int(rows[0])
+    def __init__(self, shard_rows: npt.NDArray[np.int64], seed: int, epoch: int, shuffle: Shuffle | None) -> None:
+        # rows within shards as stored, so that no shard need be put in order to see where it begins
+        whole = msgspec.structs.replace(shuffle, within_shard=False) if shuffle is not None else None
+        self._plan = Plan(shard_rows, seed=seed, epoch=epoch, shuffle=whole, lanes=1)
+        mean = max(1, self._plan.rows // max(1, int(np.count_nonzero(shard_rows))))
+        self._ahead = np.arange(_AHEAD, dtype=np.int64) * mean
+        #: plan position where a shard begins -> its ordinal
+        self._found: dict[int, int] = {}
+
+    def at(self, position: int) -> tuple[int, int]:
+        """(ordinal of the shard at this plan position, plan position where it begins)."""
+        known = self._found.get(position)
+        if known is not None:
+            return known, position
+        # those after it will be asked for next
+        places = np.minimum(position + self._ahead, self._plan.rows - 1)
+        shards, rows = self._plan.plan_rows(places)
+        starts = (places - rows).tolist()
+        if len(self._found) > _KEPT:
+            self._found.clear()
+        ordinals = shards.tolist()
+        self._found.update(zip(starts, ordinals))
+        return ordinals[0], starts[0]

@@ -11,7 +11,7 @@ from . import events
 from .effects import Outbox
 from .grants import MoreRows
 from .job import Job
-from .library import Library, shard_at
+from .library import Library
 from .pool import Bounds, Pool, encode_stretches
 from .records import LaneRecord, PoolRecord
 
@@ -69,8 +69,7 @@ class Pools:
         digest = settings.sources[0].digest
 
         def bounds(epoch: int, position: int) -> tuple[int, int]:
-            plan = self._library.plan(digest, settings.seed or 0, epoch, settings.shuffle)
-            ordinal, start = shard_at(plan, position)
+            ordinal, start = self._library.plan(digest, settings.seed or 0, epoch, settings.shuffle).at(position)
             info = self._library.shard(digest, ordinal)
             if info is None:
                 raise ProtocolError(f"job {job.name} has no shard {ordinal}")

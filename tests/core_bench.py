@@ -11,7 +11,7 @@ import numpy as np
 
 from dispatcher import audit, events, records
 from dispatcher.effects import Delete, Log, Put, Reply
-from dispatcher.library import ShardInfo, shard_plan
+from dispatcher.library import ShardInfo, ShardOrder
 from dispatcher.state import State
 from manifests import cursor
 from manifests.errors import FeedlineError, UnknownDataset
@@ -64,8 +64,8 @@ class Shelf:
     def shard_rows(self, digest: str) -> Any:
         return self._get(digest).shard_rows
 
-    def plan(self, digest: str, seed: int, epoch: int, shuffle: m.Shuffle | None) -> Plan:
-        return shard_plan(self.shard_rows(digest), seed, epoch, shuffle)
+    def plan(self, digest: str, seed: int, epoch: int, shuffle: m.Shuffle | None) -> ShardOrder:
+        return ShardOrder(self.shard_rows(digest), seed, epoch, shuffle)
 
 
 class Bench:

@@ -6,8 +6,7 @@ import pytest
 from core_bench import Bench, DynamicRank, make_manifest, start_of
 
 from dispatcher import pool as pool_module
-from dispatcher.files import KEPT_PLANS, Files
-from dispatcher.library import shard_at
+from dispatcher.files import KEPT_ORDERS, Files
 from manifests.errors import ConfigError, ProtocolError, StateMismatch
 from manifests.granted import Piece, decode_pieces, encode_pieces
 from manifests.plan import Plan
@@ -364,12 +363,12 @@ def test_books_past_the_lane_are_refused(bench):
 def test_shards_are_found_in_the_order_of_the_plan_and_orders_are_kept(tmp_path, shuffle):
     files, manifest = Files(tmp_path), make_manifest([3, 0, 5, 1, 7])
     files.store_manifest(manifest.digest, manifest.to_bytes())
-    plan = files.plan(manifest.digest, 7, 2, shuffle)
+    order = files.plan(manifest.digest, 7, 2, shuffle)
     whole = Plan(manifest.shard_rows, seed=7, epoch=2, shuffle=shuffle, lanes=24)
     shards = whole.plan_rows(np.arange(16))[0].tolist()
-    for position, shard in enumerate(shards):
-        assert shard_at(plan, position) == (shard, shards.index(shard))
-    assert files.plan(manifest.digest, 7, 2, shuffle) is plan
-    for epoch in range(KEPT_PLANS + 3):
+    for position, shard in [*enumerate(shards), *enumerate(shards)]:
+        assert order.at(position) == (shard, shards.index(shard))
+    assert files.plan(manifest.digest, 7, 2, shuffle) is order
+    for epoch in range(KEPT_ORDERS + 3):
         files.plan(manifest.digest, 8, epoch, shuffle)
-    assert files.plan(manifest.digest, 7, 2, shuffle) is not plan
+    assert files.plan(manifest.digest, 7, 2, shuffle) is not order
