@@ -16,14 +16,15 @@ from typing import Any, ClassVar
 import hypothesis
 import numpy as np
 import observed
-from core_bench import LEASE, Bench, Rank
+from core_bench import LEASE, Bench, DynamicRank, Rank
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dispatcher import events
 from dispatcher.transitions import MACHINES
 from manifests.cursor import own_lanes
-from manifests.errors import FeedlineError, Fenced, JobBusy, JobMismatch
+from manifests.errors import ConfigError, FeedlineError, Fenced, JobBusy, JobMismatch
+from manifests.granted import decode_pieces
 from manifests.plan import lane_sizes
 from manifests.wire import codec
 from manifests.wire import messages as m
@@ -245,6 +246,12 @@ class Wire(Bench):
         self.reload()
         after = observed.states(self.state, self.at, LEASE)
         self.transitions |= observed.changes(before, after, "take-over")
+
+
+def check_transitions() -> None:
+    """Everything that a core did is in the tables that docs/states.md is drawn from."""
+    known = {(machine.name, t.source, t.event, t.target) for machine in MACHINES for t in machine.transitions}
+    assert not Wire.transitions - known, "not in dispatcher/transitions.py"
 
 
 def meaning(answer: Any) -> Any:
@@ -719,9 +726,8 @@ class Faults(RuleBasedStateMachine):
             assert found == model, (epoch, found, model, document)
 
     def teardown(self) -> None:
-        known = {(x.name, t.source, t.event, t.target) for x in MACHINES for t in x.transitions}
-        assert not self.wire.transitions - known, "not in dispatcher/transitions.py"
         self.to_the_end()
+        check_transitions()
 
     def to_the_end(self) -> None:
         """Everybody is gone; a new set of processes goes to the end of the epoch from "latest"."""
@@ -757,8 +763,164 @@ class Faults(RuleBasedStateMachine):
             assert whole + document["open"] == ROWS
 
 
+# -- dynamic order -------------------------------------------------------------------------------------------------
+
+
+class DynamicWire(Wire):
+    """The same faults; the model is the machine's own."""
+
+    def send(self, kind: type[events.Event], fields: dict[str, Any]) -> Any:
+        return self.deliver(kind, fields)
+
+
+class DynamicFaults(RuleBasedStateMachine):
+    """Ranks that take rows from a pool, while asks and reports are lost, late and repeated and dispatchers die between
+    deciding, committing and answering. No position is ever two ranks', and in the end each was handed out once.
+
+    Restarts, saved states and elastic ranks have their own histories in test_dispatcher_pools.py.
+    """
+
+    @initialize(
+        world=st.sampled_from([1, 2, 3, 4]),
+        tail=st.sampled_from(["pad", "drop", "ragged"]),
+        shuffle=st.sampled_from([None, m.Shuffle(buffer=12, interleave=2), m.Shuffle(buffer=40)]),
+    )
+    def begin(self, world: int, tail: str, shuffle: m.Shuffle | None) -> None:
+        self.wire = DynamicWire()
+        self.wire.worker("w1")
+        self.tail, self.world = tail, world
+        opens = [
+            self.wire.open(
+                rank, f"u{rank}", world_size=world, order="dynamic", tail=tail, shuffle=shuffle, lanes=LANES, epochs=None,
+                batch_size=BATCH,
+            )
+            for rank in range(world)
+        ]  # fmt: skip
+        self.ranks = [DynamicRank(self.wire, opens[-1], rank) for rank in range(world)]
+        #: (epoch, position) -> the rank that was told that it has it
+        self.owner: dict[tuple[int, int], int] = {}
+        #: epoch -> rank -> rows handed out, and steps taken
+        self.handed: dict[int, dict[int, list[tuple[int, int]]]] = {}
+        self.steps: dict[int, set[int]] = {}
+
+    def told(self, rank: int, epoch: int, grants: m.Grants) -> None:
+        """A reply that arrives, to whomever and whenever, gives nobody what another rank has."""
+        if grants.lane is not None:
+            for piece in decode_pieces(grants.lane.pieces):
+                for position in range(piece.start, piece.stop):
+                    assert 0 <= position < ROWS
+                    assert self.owner.setdefault((epoch, position), rank) == rank, "one position, two ranks"
+
+    def ask(self, rank: DynamicRank, more: int, fault: str = "") -> None:
+        self.wire.fault = fault
+        try:
+            found = rank.ask(more, lose=True)
+        except LostError:
+            return
+        self.told(rank.rank, rank.epoch, found)
+        rank.take(found)
+
+    def tell(self, rank: DynamicRank, fault: str = "", state: str = "open") -> None:
+        self.wire.fault = fault
+        try:
+            rank.send(state)
+        except LostError:
+            pass
+
+    @rule(data=st.data(), fault=FAULTS, more=st.integers(1, 12))
+    def ask_for_rows(self, data: Any, fault: str, more: int) -> None:
+        self.ask(data.draw(st.sampled_from(self.ranks)), more, fault)
+
+    @rule(data=st.data(), fault=FAULTS, batches=st.integers(1, 4), ack=st.booleans())
+    def work(self, data: Any, fault: str, batches: int, ack: bool) -> None:
+        rank = data.draw(st.sampled_from(self.ranks))
+        for _ in range(batches):
+            if not rank.hand() and not rank.done:
+                self.ask(rank, rank.window + BATCH)
+        if ack:
+            rank.ack()
+        self.tell(rank, fault)
+        self.next_epoch(rank, fault)
+
+    def next_epoch(self, rank: DynamicRank, fault: str = "") -> None:
+        """A rank that is through reports it, until it is heard, and goes on with the next epoch."""
+        if not rank.done or rank.epoch > min(other.epoch for other in self.ranks):
+            return
+        rank.ack()
+        self.tell(rank, fault, "finished")
+        self.tell(rank, "", "finished")
+        self.handed.setdefault(rank.epoch, {})[rank.rank] = rank.rows
+        self.steps.setdefault(rank.epoch, set()).add(rank.step)
+        self.ranks[rank.rank] = DynamicRank(self.wire, rank.opened, rank.rank, rank.epoch + 1)
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.wire.sent)
+    def an_old_message_arrives(self, data: Any) -> None:
+        kind, fields = data.draw(st.sampled_from(self.wire.sent[-20:]))
+        message = fields["message"]
+        if isinstance(message, m.OpenJob):
+            return
+        answer = self.wire.send(kind, fields)
+        if isinstance(message, m.AskGrants):
+            self.told(message.rank, message.epoch, answer)
+
+    @rule()
+    def take_over(self) -> None:
+        self.wire.take_over()
+        self.wire.worker("w1")
+
+    @rule(seconds=st.sampled_from([0.5, 11.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.wire.wait(seconds)
+
+    @invariant()
+    def nothing_is_lost_or_repeated(self) -> None:
+        for epoch in {rank.epoch for rank in self.ranks} | set(self.handed):
+            try:
+                document = self.wire.audit(JOB, epoch)
+            except ConfigError:
+                continue  # not entered
+            assert document["lost"] == document["repeated"] == document["rewound"] == 0, document
+
+    def teardown(self) -> None:
+        if not hasattr(self, "ranks"):
+            return
+        check_transitions()
+        last = max(rank.epoch for rank in self.ranks)
+        self.wire.take_over()
+        self.wire.worker("w1")
+        for _ in range(2000):
+            behind = [rank for rank in self.ranks if rank.epoch <= last]
+            if not behind:
+                break
+            rank = min(behind, key=lambda r: (r.epoch, r.place))
+            if not rank.hand() and not rank.done:
+                self.ask(rank, rank.window + BATCH)
+                rank.ack()
+                self.tell(rank)
+            self.next_epoch(rank)
+        assert all(rank.epoch > last for rank in self.ranks), "somebody waits for ever"
+        for epoch in range(last + 1):
+            rows = [row for rank in self.handed[epoch].values() for row in rank]
+            assert len(rows) == len(set(rows)), "handed out twice"
+            assert self.tail == "ragged" or len(self.steps[epoch]) == 1, "unequal steps"
+            document = self.wire.audit(JOB, epoch)
+            assert (document["state"], document["lost"], document["repeated"], document["open"]) == (
+                "complete",
+                0,
+                0,
+                0,
+            )
+            assert document["acknowledged"] == len(rows) == ROWS - document["dropped"]
+            assert not document["dropped"] or (self.tail == "drop" and document["dropped"] < self.world * BATCH)
+
+
 #: 200 histories in CI, 2,000 of ``make nightly``
 Faults.TestCase.settings = hypothesis.settings(
     max_examples=max(200, hypothesis.settings().max_examples), stateful_step_count=30
 )
 TestFaults = Faults.TestCase
+DynamicFaults.TestCase.settings = hypothesis.settings(
+    max_examples=max(50, hypothesis.settings().max_examples // 4), stateful_step_count=25
+)
+TestDynamicFaults = DynamicFaults.TestCase
