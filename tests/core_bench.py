@@ -15,7 +15,7 @@ from dispatcher.library import ShardInfo, ShardOrder
 from dispatcher.state import State
 from manifests import cursor
 from manifests.errors import FeedlineError, UnknownDataset
-from manifests.granted import Lane, Piece, decode_pieces, window_rows
+from manifests.granted import Lane, Piece, decode_pieces, encode_pieces, window_rows
 from manifests.identity import id_sum
 from manifests.manifest import Manifest, Shard
 from manifests.plan import Plan, lane_sizes
@@ -319,7 +319,8 @@ class DynamicRank:
         self.passed: dict[int, m.SkippedRow] = {}  # index in rows -> skipped
         self.final = self.over = False
         self.floor = m.Floor(epoch=self.epoch, position=0, step=0)
-        self.before = self.taken
+        #: pieces of earlier epochs that this one hands out, as last told; None before the first answer
+        self.carried: bytes | None = None
 
     def _new_lane(self, number: int) -> Lane:
         settings = self.opened.settings
@@ -346,6 +347,7 @@ class DynamicRank:
     def take(self, found: m.Grants) -> None:
         assert not found.waiting, found
         assert found.lane is not None
+        self.carried = found.carried
         if found.floor is not None:
             self.forget(found.floor)
         length = self.lane.length
@@ -504,8 +506,19 @@ def start_of(ranks: list[DynamicRank], **fields: Any) -> m.StartPoint:
         ranges=taken.encode(),
         lanes=tuple(rank.lane.grants(rank.rank, rank.place) for rank in ranks),
         missing=tuple(sorted(set(range(world)) - {rank.rank for rank in ranks})),
+        carried=_still_carried(ranks),
     )
     return msgspec.structs.replace(start, **fields)
+
+
+def _still_carried(ranks: list[DynamicRank]) -> bytes:
+    told = [piece for rank in ranks for piece in decode_pieces(rank.carried or b"")]
+    out = []
+    for epoch in sorted({piece.epoch for piece in told}):
+        gone = np.array([p for rank in ranks for e, p in rank.rows if e == epoch], np.int64)
+        of_it = Ranges.of((piece.start, piece.stop) for piece in told if piece.epoch == epoch)
+        out += [Piece(0, start, stop, epoch) for start, stop in of_it - Ranges.members(gone)]
+    return encode_pieces(out)
 
 
 def sum_of(ids: list[int]) -> m.IdSum:

@@ -124,8 +124,10 @@ class History:
     def resume(self):
         """All ranks are killed and go on from states saved at one moment."""
         ranks = list(self.ranks.values())
-        if len({rank.epoch for rank in ranks}) > 1 or self.settings["elastic"]:
+        if len({rank.epoch for rank in ranks}) > 1 or len(ranks) < self.world:
             return
+        if self.settings["elastic"] and any(rank.carried is None for rank in ranks):
+            return  # a state from before a rank's first answer does not know of rows carried over
         start = start_of(ranks)
         if self.draw.random() < 0.5 and len({rank.step for rank in ranks}) == 1:
             for rank in ranks[1:]:
