@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -82,20 +83,30 @@ def test_a_manifest_file_is_uploaded_and_a_broken_one_refused(cluster: TestClust
 
 
 def test_a_shard_changed_on_disk(cluster: TestCluster, tmp_path: Path) -> None:
-    """Same size, other bytes: ShardChanged that names the shard, also under on_error='skip'."""
+    """Same size, other bytes: ShardChanged that names the shard. Under on_error='skip' it is passed over as a shard in
+    quarantine, never as bad samples: no other bytes come, and the audit lists it."""
     paths = small(tmp_path)
-    cluster.register(manifests.build(str(tmp_path), name="changed", version="1"))
+    manifest = manifests.build(str(tmp_path), name="changed", version="1")
+    cluster.register(manifest)
     data = bytearray(paths[1].read_bytes())
     data[600] ^= 0xFF
     paths[1].write_bytes(data)
-    for policy in ("raise", "skip"):
-        with RemoteDataLoader(
-            cluster.address, dataset="changed", job=f"changed-{policy}", batch_size=4, on_error=policy, timeout=20
-        ) as loader:
-            started = time.monotonic()
-            with pytest.raises(ShardChanged, match=r"s-1\.tar"):
-                list(loader)
-            assert time.monotonic() - started < 10.0
+    settings: dict[str, Any] = {"dataset": "changed", "batch_size": 4, "timeout": 20}
+    started = time.monotonic()
+    with (
+        RemoteDataLoader(cluster.address, job="changed-raise", **settings) as loader,
+        pytest.raises(ShardChanged, match=r"s-1\.tar"),
+    ):
+        list(loader)
+    assert time.monotonic() - started < 10.0
+    with RemoteDataLoader(cluster.address, job="changed-skip", on_error="skip", **settings) as loader:
+        ids = {i for batch in loader for i in batch["__id__"].tolist()}
+    first = int(manifest.shard_rows[0])
+    gone = set(range(first, first + int(manifest.shard_rows[1])))
+    assert ids == set(range(manifest.rows)) - gone
+    books = cluster.audit("changed-skip")
+    assert (books["state"], books["quarantined"], books["skipped"], books["lost"]) == ("complete", len(gone), 0, 0)
+    assert [(s["shard"], s["code"]) for s in books["shards"]] == [(1, "shard-changed")]
 
 
 def test_a_shard_that_is_gone(cluster: TestCluster, tmp_path: Path) -> None:
