@@ -1,6 +1,7 @@
 """Other world sizes than before, and jobs that lose and regain ranks while they run, on a real cluster."""
 
 import os
+import re
 import signal
 import time
 
@@ -70,9 +71,11 @@ def check_ids(acked: list[int], others: list[int], may_repeat: list[int]) -> Non
     assert set(may_repeat) <= set(others), "a row that was not acknowledged did not come again"
 
 
-def rank_state(cluster, job: str, rank: int) -> str:
-    [found] = [r for j in cluster.status()["jobs"] if j["name"] == job for r in j["ranks"] if r["rank"] == rank]
-    return found["state"]
+def wait_given_up(cluster, job: str, rank: int) -> None:
+    """Wait until the dispatcher has given the rank's rows to others."""
+    log = cluster.local.logs / "dispatcher-0.log"
+    line = re.compile(rf"job {job}: rank {rank} .* go to the other ranks")
+    cluster.wait_for(f"rank {rank} is given up", lambda: line.search(log.read_text()) is not None)
 
 
 def test_the_others_take_over_what_a_killed_rank_had(cluster, tmp_path):
@@ -92,7 +95,7 @@ def test_the_others_take_over_what_a_killed_rank_had(cluster, tmp_path):
                     if rank == 0 and len(ids) == 8:
                         victim.wait_for(5)
                         victim.kill()
-                        cluster.wait_for("rank 2 is given up", lambda: rank_state(cluster, job, 2) == "absent")
+                        wait_given_up(cluster, job, 2)
                     time.sleep(0.02)
                 loader.ack()
                 return ids
@@ -161,7 +164,7 @@ def test_what_the_last_rank_leaves_is_carried_into_the_next_epoch(cluster, tmp_p
                 if number == 1 and victim.process.poll() is None:
                     victim.wait_for(2)
                     victim.kill()
-                    cluster.wait_for("rank 1 is given up", lambda: rank_state(cluster, job, 1) == "absent")
+                    wait_given_up(cluster, job, 1)
             loader.ack()
     own = flat([batch["ids"] for batch in victim.batches[: victim.acked]])
     assert victim.acked == 2 and len(own) == 16
