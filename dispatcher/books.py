@@ -20,8 +20,9 @@ from manifests.plan import lane_sizes
 from manifests.ranges import Ranges
 from manifests.wire import messages as m
 
-from .pool import Pool, merged, taken_before
+from .pool import Pool, taken_before
 from .records import EpochRecord, GenerationRecord, RankEpochRecord
+from .stretches import merged
 
 I64 = npt.NDArray[np.int64]
 _MASK = (1 << 64) - 1

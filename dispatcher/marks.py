@@ -17,9 +17,9 @@ from manifests.wire import messages as m
 
 from .effects import Outbox
 from .job import Job
-from .pool import encode_stretches, left_rows, without
 from .records import MarkRecord
 from .starts import restore
+from .stretches import encode_stretches, left_rows, without
 
 #: (generation, epoch, step) whose marks are kept per job
 KEPT_MARKS = 8

@@ -12,8 +12,9 @@ from .effects import Outbox
 from .grants import MoreRows
 from .job import Job
 from .library import Library
-from .pool import Bounds, Pool, encode_stretches
+from .pool import Bounds, Pool
 from .records import LaneRecord, PoolRecord
+from .stretches import encode_stretches
 
 #: most bytes of a shard that one piece covers
 PIECE_BYTES = 64 << 20

@@ -18,8 +18,9 @@ from manifests.wire import messages as m
 from . import books
 from .events import JobOpenRequested
 from .job import Job
-from .pool import encode_stretches, has_quotas, left_rows, union, without
+from .pool import has_quotas
 from .records import GenerationRecord
+from .stretches import encode_stretches, left_rows, union, without
 
 #: settings that make a position mean something; a resume may change all others
 IDENTITY = ("sources", "seed", "order", "shuffle", "lanes")
@@ -171,7 +172,11 @@ def normal(start: m.StartPoint, settings: m.JobSettings, rows: int) -> m.StartPo
         return start
     world = settings.world_size
     lanes = tuple(sorted(start.lanes, key=lambda grants: grants.rank))
-    usable = not settings.elastic and start.world_size in (0, world) and [grants.rank for grants in lanes] == list(range(world))
+    usable = (
+        not settings.elastic
+        and start.world_size in (0, world)
+        and [grants.rank for grants in lanes] == list(range(world))
+    )
     if usable and has_quotas(settings):
         quotas = lane_sizes(rows - len(Ranges.decode(start.ranges)), world).tolist()
         lengths = [grants.dropped + sum(map(len, decode_pieces(grants.pieces))) for grants in lanes]
