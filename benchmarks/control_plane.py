@@ -128,7 +128,9 @@ class Asker:
         self._first = self._next
         self._old: tuple[m.ShardAsk, ...] = ()
         self._wanted: list[int] = []
-        self._have = self._place = 0
+        self._have = self._place = self._asks = 0
+        self._lanes = (opened.settings.lanes or 1) // opened.settings.world_size
+        self._lane_rows = shards * ROWS // (opened.settings.lanes or 1)
 
     def ask(self) -> m.AskGrants:
         if self._dynamic:
@@ -143,6 +145,20 @@ class Asker:
         ask = m.AskGrants(shards=shards, done=self._old, **want, **self._fields)  # type: ignore[arg-type]
         self._old = shards
         return ask
+
+    def report(self) -> m.Report | None:
+        """Every 16 asks: what was asked for before was handed out and acknowledged."""
+        self._asks += 1
+        if self._asks % 16:
+            return None
+        if self._dynamic:
+            rows, handed = self._place, (self._place,)
+        else:
+            rows = (self._asks - 1) * GRANTS * ROWS
+            handed = (min(rows // self._lanes, self._lane_rows),) * self._lanes
+        steps = rows // 64
+        progress = m.EpochProgress(epoch=0, step=steps, acked_step=steps, handed=handed, acked=handed)
+        return m.Report(epochs=(progress,), **{k: v for k, v in self._fields.items() if k != "epoch"})  # type: ignore[arg-type]
 
     def took(self, grants: m.Grants) -> int:
         """How many grants came."""
@@ -211,6 +227,8 @@ class Core:
                 some = self.askers[at : at + group]
                 answers = self.run([(events.GrantsRequested, {"message": asker.ask()}) for asker in some])
                 count += sum(asker.took(answer) for asker, answer in zip(some, answers))
+                reports = [report for asker in some if (report := asker.report()) is not None]
+                self.run([(events.ProgressReported, {"message": report}) for report in reports])
         return count
 
 
@@ -227,7 +245,7 @@ def core(folder: Path, manifest: Manifest, size: Size, rounds: int, profile: boo
         apply, whole = [], []
         for _ in range(rounds):
             bench.seconds = {"apply": 0.0, "commit": 0.0}
-            count = bench.rounds(4)
+            count = bench.rounds(16)
             apply.append(count / bench.seconds["apply"])
             whole.append(count / sum(bench.seconds.values()))
         bench.bytes = 0
@@ -312,11 +330,14 @@ def load_main(text: str) -> int:
             began = time.perf_counter()
             try:
                 count = asker.took(connection.call(asker.ask(), m.Grants, 10))
+                took = time.perf_counter() - began
+                if (report := asker.report()) is not None:
+                    connection.call(report, m.Reported, 10)
             except (FeedlineError, PeerSilent, PeerUnreachable) as error:
                 faults.append(str(error)[:200])
                 continue
             if time.time() >= begin:
-                times[number].append((time.perf_counter() - began, count))
+                times[number].append((took, count))
 
     running = [threading.Thread(target=work, args=(n,)) for n in range(threads)]
     for thread in running:
@@ -324,7 +345,7 @@ def load_main(text: str) -> int:
     for thread in running:
         thread.join()
     connection.close()
-    found = [item for some in times for item in some]
+    found = [item for some in times for item in some] or [(float("nan"), 0)]
     print(json.dumps({"times": [t for t, _ in found], "grants": sum(c for _, c in found), "faults": faults[:3]}))
     return 0
 
@@ -524,6 +545,7 @@ def manifest_costs(folder: Path, manifest: Manifest, rounds: int) -> Figures:
             runs.append(json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
         found |= {
             f"manifest, {who}: load, s": statistics.median(run["seconds"] for run in runs),
+            f"manifest, {who}: load, seconds of CPU": statistics.median(run["cpu"] for run in runs),
             f"manifest, {who}: RSS above import, MB": statistics.median(run["rss"] for run in runs),
             f"manifest, {who}: peak RSS above import, MB": statistics.median(run["peak"] for run in runs),
         }
@@ -535,13 +557,13 @@ def manifest_main(text: str) -> int:
     process = psutil.Process()
     files = Files(Path(order["folder"])) if order["who"] == "dispatcher" else None
     before, peak_before = process.memory_info().rss, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    began = time.perf_counter()
+    began, began_cpu = time.perf_counter(), time.process_time()
     manifest = files.manifest(order["digest"]) if files is not None else Manifest.load(order["path"])
-    seconds = time.perf_counter() - began
+    seconds, cpu = time.perf_counter() - began, time.process_time() - began_cpu
     rss = process.memory_info().rss - before
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - min(before, peak_before)
     assert manifest.rows
-    print(json.dumps({"seconds": seconds, "rss": rss / 1e6, "peak": peak / 1e6}))
+    print(json.dumps({"seconds": seconds, "cpu": cpu, "rss": rss / 1e6, "peak": peak / 1e6}))
     return 0
 
 
