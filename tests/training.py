@@ -58,8 +58,8 @@ class Rank:
     pads: list[list[bool]] = field(default_factory=list)
     #: len(loader), None where it has no end
     length: int | None = None
-    #: state_dict() at the end
-    state: dict[str, Any] | None = None
+    #: state_dict() at the end, or gather_states()
+    state: Any = None
     #: code and text of the error that ended the loop
     error: tuple[str, str] | None = None
 
@@ -405,8 +405,11 @@ def _keep_diary(
         write(state=loader.state_dict(), error=error)
 
 
-def _with_gloo(address: str, *, store: str, gloo_rank: int, gloo_world: int, **settings: Any) -> Rank:
-    """One rank of a process group, whose rank and size the loader finds out itself; an all-reduce after every step."""
+def _with_gloo(
+    address: str, *, store: str, gloo_rank: int, gloo_world: int, stop: int | None = None, **settings: Any
+) -> Rank:
+    """One rank of a process group, whose rank and size the loader finds out itself; an all-reduce after every step.
+    ``stop``: after how many steps it ends, with the states of all ranks as its state."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=gloo_rank, world_size=gloo_world)
     with make_loader(address, **settings) as loader:
         found = Rank(length=len(loader))
@@ -419,7 +422,9 @@ def _with_gloo(address: str, *, store: str, gloo_rank: int, gloo_world: int, **s
                 states = gather_states(loader)
                 assert [state["rank"] for state in states] == list(range(gloo_world))
                 assert {int(state["step"]) for state in states} == {1}
-        found.state = loader.state_dict()
+            if len(found.ids) == stop:
+                break
+        found.state = loader.state_dict() if stop is None else gather_states(loader)
     dist.destroy_process_group()
     return found
 

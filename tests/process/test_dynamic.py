@@ -16,12 +16,14 @@ from training import (
     RankProcess,
     check_audit,
     drain,
+    end_fresh,
     flat,
     fresh,
     in_threads,
     make_dataset,
     make_loader,
     run_ranks,
+    start_fresh,
 )
 
 from manifests.errors import ConfigError, ProtocolError, RankAbsent, ShardMissing, StateIncomplete, StateMismatch
@@ -234,6 +236,17 @@ def test_a_state_loaded_at_once_goes_on_with_the_same_batches(cluster, tail):
     if tail != "drop":
         assert sorted(ids) == list(range(ROWS))
     check_audit(cluster, f"twice-{tail}", 0, acknowledged=len(ids), dropped=ROWS - len(ids), rewound=0)
+
+
+def test_states_gathered_by_a_process_group(cluster, tmp_path):
+    """Two processes gather the states of step 7; three ranks go on from the list, whichever process kept it."""
+    group = {"store": str(tmp_path / "store"), "gloo_world": 2, "stop": 7, "order": "dynamic", "job": "gathered"}
+    processes = [start_fresh(cluster.address, gloo_rank=rank, **group) for rank in range(2)]
+    first = [end_fresh(process, 60)[0] for process in processes]
+    assert [len(rank.ids) for rank in first] == [7, 7] and first[0].state == first[1].state
+    second = run(cluster, 3, job="gathered", state=first[1].state)
+    assert sorted(flat([rank.real for rank in (*first, *second)])) == list(range(ROWS))
+    check_audit(cluster, "gathered", 0, acknowledged=ROWS, rewound=0)
 
 
 def test_an_epoch_s_end_is_the_next_one_s_beginning(cluster):
