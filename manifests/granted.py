@@ -208,14 +208,17 @@ class Lane:
         """The lowest plan position of this epoch that has not left at ``place``, None if all granted ones have."""
         found: list[int] = []
         near: list[Piece] = []
-        for at, piece in enumerate(self.pieces):
+        following, index = self.length, self.length
+        for piece in reversed(self.pieces):
+            if piece.index != index:
+                following, index = index, piece.index
             if piece.is_cut or piece.epoch != self.epoch:
                 continue
-            following = next((p.index for p in self.pieces[at + 1 :] if p.index != piece.index), self.length)
             if piece.index >= place + self.window:
                 found.append(piece.start)
             elif following > place - self.window:
                 near.append(piece)
+        near.reverse()
         if near:
             first = max(self.dropped, near[0].index - self.window)
             positions, epochs = self.leave(first, place - first)
