@@ -5,7 +5,8 @@ One row per situation of the asking rank, first match wins; "gone" means closed,
     situation                                                       answer
     no record, or every member of the generation is gone            new generation
     rank joined, same holder, same nonce                            same answer again
-    rank joined, same holder, other nonce                           new generation (a rewind)
+    rank joined, same holder, later nonce                           new generation (a rewind)
+    rank joined, same holder, earlier nonce                         Fenced: that open was long on its way
     rank joined by another holder that lives                        JobBusy
     rank joined by another that is gone, nothing granted, equal     takes its place
     rank joined by another that is gone                             new generation (a restart)
@@ -70,6 +71,12 @@ class Jobs:
             job.liveness[ask.rank] = Liveness(event.at)
             self._answer(event, job)
             return
+        if member is not None and same_holder and ask.nonce < member.nonce:
+            raise Fenced(
+                f"this open of rank {ask.rank} of job {job.name} is not the last one of its loader",
+                cause="it was long on its way",
+                detail={"generation": job.record.generation},
+            )
         event = self._completed(event, job)
         ask = event.message
         if not alive or (same_holder and member is not None and not member.gone):

@@ -162,7 +162,7 @@ class Bench:
             job=job,
             rank=rank,
             holder=m.Holder(uid=uid or f"u{rank}", host="box", pid=100 + rank),
-            nonce=nonce or f"n{next(self._nonces)}",
+            nonce=nonce or f"n{next(self._nonces):06}",
             settings=self.settings(**settings),
             start=start or m.StartPoint(),
             dead=dead,

@@ -132,7 +132,8 @@ def open_generation(
     Raises:
         JobBusy, JobMismatch, StateMismatch: refused, with the reason. RankAbsent: ranks missing after join_timeout.
     """
-    ask = m.OpenJob(job=config.job, rank=rank, holder=holder, nonce=os.urandom(8).hex(), settings=settings, start=start)
+    nonce = f"{time.monotonic_ns():020}-{os.urandom(4).hex()}"
+    ask = m.OpenJob(job=config.job, rank=rank, holder=holder, nonce=nonce, settings=settings, start=start)
     deadline = time.monotonic() + config.join_timeout
     pause = _POLL[0]
     opened: m.JobOpened | None = None

@@ -258,7 +258,8 @@ class Blob(Message, frozen=True, tag="blob"):
 class OpenJob(Message, frozen=True, tag="open-job"):
     """Open a generation of ``job``, or join the one that is open.
 
-    ``nonce``: drawn once per open, the same in repeats of it, so that a retried call opens nothing twice.
+    ``nonce``: made once per open, the same in repeats of it, so that a retried call opens nothing twice. Those of one
+    holder sort as text in the order of its opens, so that a call that was long on its way opens nothing any more.
     ``dead``: uids of holders the caller has seen to be dead processes of its own host.
     """
 

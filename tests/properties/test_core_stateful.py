@@ -328,7 +328,7 @@ class Faults(RuleBasedStateMachine):
 
     def fresh(self, what: str) -> str:
         self.numbers += 1
-        return f"{what}{self.numbers}"
+        return f"{what}{self.numbers:06}"
 
     def hear(self, process: Process, opened: m.JobOpened) -> None:
         """The answer to an open came: the process begins at the start point."""

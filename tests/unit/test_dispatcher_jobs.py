@@ -114,6 +114,16 @@ def test_the_same_open_again_changes_nothing(bench):
     assert again.generation == 1 and again.absent == () and bench.stored == before
 
 
+def test_an_open_that_was_long_on_its_way_rewinds_nothing(bench):
+    bench.open(0, nonce="a")
+    bench.open(0, nonce="b")
+    before = dict(bench.stored)
+    with pytest.raises(Fenced, match="not the last one of its loader"):
+        bench.open(0, nonce="a")
+    assert bench.stored == before
+    assert bench.open(0, nonce="b").generation == 2
+
+
 def test_case_18_ranks_that_disagree_are_refused_with_the_difference(bench):
     bench.open(0, world_size=2, seed=1)
     with pytest.raises(JobMismatch, match="seed: job has 1, this rank asks 2"):
