@@ -100,7 +100,7 @@ def _open_epoch(job: Job, epoch: int) -> OpenEpoch:
     return OpenEpoch(
         ranks=dict(job.ranks.get(epoch, {})),
         pool=pool.record() if pool is not None else None,
-        lanes=tuple(pool.lane_record(rank) for rank in pool.lanes) if pool is not None else (),
+        lanes=tuple(pool.whole_lane(rank) for rank in pool.lanes) if pool is not None else (),
         through=frozenset(job.through(epoch)),
     )
 

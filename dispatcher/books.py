@@ -110,7 +110,7 @@ def _bounds(generation: GenerationRecord, rank: int, epoch: int, pool: Pool | No
     if generation.settings.order == "dynamic":
         held = pool.lanes.get(rank) if pool is not None else None
         if held is not None:
-            return np.array([held.begun]), np.array([held.lane.certain if held.ended is None else held.ended])
+            return np.array([held.begun]), np.array([held.certain if held.ended is None else held.ended])
         lanes = generation.start.lanes if epoch == generation.start.epoch else ()
         place = next((found.place for found in lanes if found.rank == rank), 0)
         return np.array([0]), np.array([place])

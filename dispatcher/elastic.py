@@ -35,8 +35,8 @@ class Elastic:
             if rank not in pool.lanes or (record is not None and record.progress.state != "open"):
                 continue
             held = pool.lanes[rank]
+            self._pools.discard(pool, rank)
             back = pool.settle(rank, record.progress.acked[0] if record is not None else held.begun)
-            self._out.delete(self._pools.lane_key(job, epoch, rank))
             pool.give_back(back)
             rows += sum(stop - start for _, start, stop in back)
             if record is not None:

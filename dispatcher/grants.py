@@ -44,6 +44,7 @@ class MoreRows:
     final: bool = False
     floor: m.Floor | None = None
     carried: bytes = b""
+    waiting: str = ""
 
 
 class Grants:
@@ -93,7 +94,8 @@ class Grants:
             if job.current.settings.order == "dynamic" and ask.want:
                 more = self.more_rows(event, job)
             found, waiting = self._grant(event, job, infos)
-            code = "no-worker" if waiting else ""
+            code = "no-worker" if waiting else "wait-timeout" if more.waiting else ""
+            waiting = waiting or more.waiting
         self._store(job)
         self._out.reply(
             event.request,

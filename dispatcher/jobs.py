@@ -235,8 +235,8 @@ class Jobs:
             for rank_record in ranks.values():
                 self._out.delete(rank_record.key)
         for pool in job.pools.values():
-            for rank in pool.lanes:
-                self._out.delete(pool.lane_record(rank).key)
+            for key in (key for rank in pool.lanes for key in pool.lane_keys(rank)):
+                self._out.delete(key)
             self._out.delete(pool.record().key)
         for rank, member in job.members.items():
             self._out.delete(member.key)

@@ -10,20 +10,22 @@ Ranks get pieces by guided self-scheduling: early ones are large, those at the e
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
-from manifests.granted import Lane, Piece, decode_pieces, window_rows
+import msgspec
+
+from manifests.granted import Piece, decode_pieces, window_rows
 from manifests.plan import lane_sizes
 from manifests.ranges import Ranges
 from manifests.wire import messages as m
 
-from .held import Held
-from .records import EpochRecord, GenerationRecord, LaneRecord, PoolRecord, RankEpochRecord
+from .held import PART, Held
+from .records import EpochRecord, GenerationRecord, LanePartRecord, LaneRecord, PoolRecord, RankEpochRecord
 from .stretches import Stretch, count, encode_stretches, left_rows, merged, union, without
 
 #: pieces in one answer
 MAX_PIECES = 512
-#: pieces of a lane that are kept, so that its record fits a commit: a rank that has so many waits for the floor
+#: pieces of a lane that are kept: a rank that has so many waits for the floor
 MAX_KEPT = 30_000
 
 #: (epoch, plan position) -> where the shard at that position ends, and the most rows of it that one piece may have
@@ -46,8 +48,8 @@ class Pool:
         self.away = Ranges.of([])
         self.floor = 0
         self.floor_step = 0
-        # step the floor was last worked out for
-        self._tried = 0
+        # step the floor was last worked out for, and a rank whose lane held it then
+        self._tried, self._slow = 0, -1
         #: rows of earlier epochs to hand out first, and all that ever were here and are not settled
         self.carried: list[Stretch] = []
         self.carried_in: list[Stretch] = []
@@ -71,41 +73,58 @@ class Pool:
         pool, start = cls(generation, epoch), generation.start
         taken = taken_before(generation, epoch)
         pool.floor, pool.floor_step = taken.floor, start.step if pool._starts_here else 0
-        pool.settled, held = taken, Ranges.of([])
+        pool.settled, held, in_lanes = taken, Ranges.of([]), list[Stretch]()
         if pool._starts_here:
             pool.carried_in = [(p.epoch, p.start, p.stop) for p in decode_pieces(start.carried)]
             for grants in start.lanes:
                 pool.lanes[grants.rank] = found = pool._restore(grants)
-                found.begun = grants.place
                 if pool._quotas is not None:
                     found.limit = grants.place + pool._quotas[grants.rank]
                     if found.is_full and not found.ends_with_cut:
                         found.extend([Piece(found.length, 0, 0, epoch)])
-                pool.settled -= found.lane.left(found.begun)
-                held |= Ranges.of((a, b) for e, a, b in found.lane.remaining(found.begun) if e == epoch)
+                lane = found.lane
+                pool.settled -= lane.left(found.begun)
+                rest = lane.remaining(found.begun)
+                held |= Ranges.of((a, b) for e, a, b in rest if e == epoch)
+                in_lanes += [s for s in rest if s[0] != epoch]
         pool._set_free((taken | held).gaps(pool.rows))
-        in_lanes = [s for found in pool.lanes.values() for s in found.lane.remaining(found.begun)]
-        pool.carried = without(pool.carried_in, [s for s in in_lanes if s[0] != epoch])
+        pool.carried = without(pool.carried_in, in_lanes)
         return pool
 
     @classmethod
-    def load(cls, generation: GenerationRecord, record: PoolRecord, lanes: Iterable[LaneRecord]) -> Pool:
-        """The pool that the store tells of."""
+    def load(
+        cls,
+        generation: GenerationRecord,
+        record: PoolRecord,
+        lanes: Iterable[LaneRecord],
+        parts: Iterable[LanePartRecord] = (),
+    ) -> Pool:
+        """The pool that records tell of. ``parts``: of lanes that do not hold their pieces themselves."""
         pool = cls(generation, record.epoch)
         pool._set_free(Ranges.decode(record.free))
         pool.carried = [(p.epoch, p.start, p.stop) for p in decode_pieces(record.carried)]
         pool.carried_in = [(p.epoch, p.start, p.stop) for p in decode_pieces(record.carried_in)]
         pool.settled, pool.away = Ranges.decode(record.settled), Ranges.decode(record.away)
         pool.floor, pool.floor_step, pool.book = record.floor, record.floor_step, record.book
+        by_rank: dict[int, list[LanePartRecord]] = {}
+        for part in parts:
+            by_rank.setdefault(part.rank, []).append(part)
         for found in lanes:
-            held = pool._restore(found.lane)
-            held.begun, held.limit, held.ended = found.lane.place, found.limit, found.ended
+            held = pool._restore(found.lane, found.forgotten)
+            if mine := by_rank.get(found.lane.rank):
+                held.restore(part.pieces for part in sorted(mine, key=lambda part: part.part))
+            held.limit, held.ended = found.limit, found.ended
             pool.lanes[found.lane.rank] = held
         return pool
 
-    def _restore(self, grants: m.LaneGrants) -> Held:
+    def _restore(self, grants: m.LaneGrants, forgotten: int = 0) -> Held:
+        held = self._lane(grants.number, dropped=grants.dropped, forgotten=forgotten, begun=grants.place)
+        held.extend(decode_pieces(grants.pieces))
+        return held
+
+    def _lane(self, number: int, **fields: int) -> Held:
         seed = self.generation.settings.seed or 0
-        return Held(Lane.restore(grants, seed=seed, epoch=self.epoch, window=self.window))
+        return Held(seed=seed, epoch=self.epoch, number=number, window=self.window, **fields)
 
     # -- records
 
@@ -124,16 +143,42 @@ class Pool:
             book=self.book,
         )
 
+    def whole_lane(self, rank: int) -> LaneRecord:
+        """The lane of ``rank`` in one record with all its pieces: mind their number."""
+        held = self.lanes[rank]
+        return msgspec.structs.replace(self.lane_record(rank), forgotten=0, lane=held.grants(rank, held.begun))
+
     def lane_record(self, rank: int) -> LaneRecord:
         held = self.lanes[rank]
         return LaneRecord(
             job=self.generation.job,
             generation=self.generation.number,
             epoch=self.epoch,
-            lane=held.grants(rank),
+            lane=m.LaneGrants(rank=rank, number=held.number, dropped=held.dropped, place=held.begun),
+            forgotten=held.forgotten,
             limit=held.limit,
             ended=held.ended,
         )
+
+    def lane_parts(self, rank: int, first: int = 0) -> Iterator[LanePartRecord]:
+        """The parts of the lane with pieces that are numbered ``first`` or later."""
+        for part, pieces in self.lanes[rank].parts(first):
+            yield self._part(rank, part, pieces)
+
+    def _part(self, rank: int, part: int, pieces: bytes = b"") -> LanePartRecord:
+        return LanePartRecord(
+            job=self.generation.job,
+            generation=self.generation.number,
+            epoch=self.epoch,
+            rank=rank,
+            number=self.lanes[rank].number,
+            part=part,
+            pieces=pieces,
+        )
+
+    def lane_keys(self, rank: int) -> list[str]:
+        """Where the lane of ``rank`` is stored."""
+        return [self.lane_record(rank).key, *(part.key for part in self.lane_parts(rank))]
 
     # -- what is free
 
@@ -178,10 +223,14 @@ class Pool:
         """The lane of ``rank``, a new one if it has none. ``tenure``: holders of the rank before, in this generation."""
         held = self.lanes.get(rank)
         if held is None:
-            seed, number = self.generation.settings.seed or 0, rank + self.world_size * tenure
-            lane = Lane(seed=seed, epoch=self.epoch, number=number, window=self.window)
-            held = self.lanes[rank] = Held(lane, limit=self._quotas[rank] if self._quotas is not None else None)
+            held = self.lanes[rank] = self._lane(rank + self.world_size * tenure)
+            held.limit = self._quotas[rank] if self._quotas is not None else None
         return held
+
+    def is_at_most(self, held: Held, more: int = 0) -> bool:
+        """The lane, with so many pieces more, may not keep another group."""
+        shuffle = self.generation.settings.shuffle
+        return len(held.pieces) + more + (shuffle.interleave if shuffle is not None else 1) > MAX_KEPT
 
     def grant(self, held: Held, want: int, place: int, bounds: Bounds) -> bool:
         """Give the lane more pieces until it has ``want`` rows or may have no more; whether that changed anything.
@@ -194,7 +243,7 @@ class Pool:
         mixed = shuffle.interleave if shuffle is not None else 1
         length, found = held.length, list[Piece]()
         while length < want and not self.is_empty and not held.is_full:
-            if len(found) >= MAX_PIECES or len(held.pieces) + len(found) + mixed > MAX_KEPT:
+            if len(found) >= MAX_PIECES or self.is_at_most(held, len(found)):
                 break
             share = math.ceil((self.free_rows + count(self.carried)) / (2 * self.world_size))
             most = max(self.window + 2 * batch, share) - (length - place)
@@ -248,8 +297,9 @@ class Pool:
         held = self.lanes.get(rank)
         if held is None or self._quotas is not None or held.ended is not None or place >= held.length:
             return False
+        rest = held.lane.remaining(place)
         held.ended = place
-        self.give_back(held.lane.remaining(place))
+        self.give_back(rest)
         return True
 
     def settle(self, rank: int, place: int) -> list[Stretch]:
@@ -262,11 +312,12 @@ class Pool:
 
     # -- how far ranks are
 
-    def advance(self, ranks: Mapping[int, RankEpochRecord], waited_for: Collection[int]) -> set[int] | None:
+    def advance(self, ranks: Mapping[int, RankEpochRecord], waited_for: Collection[int]) -> dict[int, list[str]] | None:
         """Work the floor out again. ``ranks``: their books; ``waited_for``: those that will go on in this epoch.
 
         Returns:
-            Ranks whose lanes forgot something; None when the floor stayed.
+            Ranks whose lanes forgot something, each with the keys of the parts that it needs no more; None when the floor
+            stayed.
         """
         base = self.generation.start.step if self._starts_here else 0
         steps = [ranks[rank].progress.acked_step if rank in ranks else base for rank in waited_for]
@@ -275,18 +326,29 @@ class Pool:
             return None
         self._tried = step
         found = [self.rows, *(bounds[0] for bounds in self._free[-1:]), *self.away.bounds[:1, 0].tolist()]
-        for rank, held in self.lanes.items():
+        if min(found) <= self.floor:
+            return None
+        # the lane that held the floor last time first: mostly it still does
+        for rank in sorted(self.lanes, key=lambda rank: rank != self._slow):
+            held = self.lanes[rank]
             # every batch has this many rows or, where some were skipped, more places
             place = held.begun + (step - base) * self.generation.settings.batch_size
             book = ranks.get(rank)
             lowest = held.lowest(min(place, book.progress.handed[0] if book is not None else held.begun))
-            if lowest is not None:
+            if lowest is not None and lowest < min(found):
+                self._slow = rank
+                if lowest <= self.floor:
+                    return None
                 found.append(lowest)
-        if min(found) <= self.floor:
-            return None
         self.floor, self.floor_step = min(found), step
         self.settled -= Ranges.of([(0, self.floor)])
-        return {rank for rank, held in self.lanes.items() if held.forget(self.floor)}
+        forgot = {}
+        for rank, held in self.lanes.items():
+            before = held.forgotten // PART
+            if held.forget(self.floor):
+                gone = range(before, held.forgotten // PART)
+                forgot[rank] = [self._part(rank, part).key for part in gone]
+        return forgot
 
     def taken(self, ranks: Mapping[int, RankEpochRecord]) -> tuple[Ranges, Ranges]:
         """Plan positions handed out, and those acknowledged, since the epoch began."""

@@ -10,14 +10,17 @@ from manifests.wire import messages as m
 from . import events
 from .effects import Outbox
 from .grants import MoreRows
+from .held import PART
 from .job import Job
-from .library import Library
+from .library import Library, ShardOrder
 from .pool import Bounds, Pool
-from .records import LaneRecord, PoolRecord
+from .records import LanePartRecord, LaneRecord, PoolRecord
 from .stretches import encode_stretches
 
 #: most bytes of a shard that one piece covers
 PIECE_BYTES = 64 << 20
+#: parts of a lane that is no more that are deleted with one event
+MOST_DELETED = 24
 
 
 class Pools:
@@ -26,6 +29,8 @@ class Pools:
     def __init__(self, out: Outbox, library: Library) -> None:
         self._out = out
         self._library = library
+        #: keys of parts whose lanes are no more
+        self._left_over: list[str] = []
 
     # -- asking
 
@@ -43,17 +48,34 @@ class Pools:
         pool = self.at(job, ask.epoch)
         known = ask.rank in pool.lanes
         held = pool.hold(ask.rank, job.members[ask.rank].tenure)
-        if pool.grant(held, ask.want, min(ask.place, held.length), self._bounds(job)):
+        count = held.count
+        granted = pool.grant(held, ask.want, min(ask.place, held.length), self._bounds(job))
+        if not known:
+            self._out.put(pool.lane_record(ask.rank))
+        if granted:
+            for part in pool.lane_parts(ask.rank, count):
+                self._out.put(part)
             self._out.put(pool.record())
-            self._out.put(pool.lane_record(ask.rank))
-        elif not known:
-            self._out.put(pool.lane_record(ask.rank))
         # a rank that took another's place may know rows of a lane that is no more
         have = ask.have if held.dropped <= ask.have <= held.length else held.dropped
         lane = m.LaneGrants(rank=ask.rank, number=held.number, dropped=have, place=held.begun, pieces=held.after(have))
         floor = m.Floor(epoch=ask.epoch, position=pool.floor, step=pool.floor_step) if pool.floor else None
         final = held.is_full or ask.epoch < generation.start.epoch
-        return MoreRows(lane=lane, final=final, floor=floor, carried=encode_stretches(pool.carried_in))
+        short = held.length < ask.want and not held.is_full and not pool.is_empty
+        waiting = self._kept_reason(job, pool, ask) if short and pool.is_at_most(held) else ""
+        return MoreRows(lane=lane, final=final, floor=floor, carried=encode_stretches(pool.carried_in), waiting=waiting)
+
+    @staticmethod
+    def _kept_reason(job: Job, pool: Pool, ask: m.AskGrants) -> str:
+        """Why a rank whose lane is as long as it may be gets no more: names the one that acknowledged least."""
+        books = job.ranks.get(pool.epoch, {})
+        staying = [rank for rank in job.staying() if rank not in books or books[rank].progress.state == "open"]
+        steps = {rank: books[rank].progress.acked_step if rank in books else 0 for rank in staying}
+        slow = min(steps, key=lambda rank: (steps[rank], rank), default=ask.rank)
+        return (
+            f"rank {slow} has not acknowledged epoch {pool.epoch} after step {steps.get(slow, 0)}, so rank {ask.rank}, "
+            f"which has {len(pool.lanes[ask.rank].pieces)} pieces after that, cannot be given more"
+        )
 
     @staticmethod
     def _is_over(job: Job, rank: int, epoch: int) -> bool:
@@ -68,9 +90,13 @@ class Pools:
     def _bounds(self, job: Job) -> Bounds:
         settings = job.current.settings
         digest = settings.sources[0].digest
+        orders: dict[int, ShardOrder] = {}
 
         def bounds(epoch: int, position: int) -> tuple[int, int]:
-            ordinal, start = self._library.plan(digest, settings.seed or 0, epoch, settings.shuffle).at(position)
+            order = orders.get(epoch)
+            if order is None:
+                order = orders[epoch] = self._library.plan(digest, settings.seed or 0, epoch, settings.shuffle)
+            ordinal, start = order.at(position)
             info = self._library.shard(digest, ordinal)
             if info is None:
                 raise ProtocolError(f"job {job.name} has no shard {ordinal}")
@@ -85,18 +111,28 @@ class Pools:
         pool = job.pools.get(epoch)
         if pool is None:
             pool = job.pools[epoch] = Pool.begin(job.current, epoch)
-            self.put(job, pool)
-            for rank in pool.lanes:
-                self._out.put(pool.lane_record(rank))
+            self._put_all(pool)
         return pool
+
+    def _put_all(self, pool: Pool) -> None:
+        # the pool last: if this takes several commits and the last is missing, there are only lanes of no pool
+        for rank in pool.lanes:
+            for part in pool.lane_parts(rank):
+                self._out.put(part)
+            self._out.put(pool.lane_record(rank))
+        self._out.put(pool.record())
 
     def put(self, job: Job, pool: Pool) -> None:
         """Store what the pool itself knows; its lanes have records of their own."""
         self._out.put(pool.record())
 
-    def lane_key(self, job: Job, epoch: int, rank: int) -> str:
-        """Where the lane of a rank is stored."""
-        return LaneRecord(job=job.name, generation=job.record.generation, epoch=epoch, lane=m.LaneGrants(rank=rank)).key
+    def discard(self, pool: Pool, rank: int) -> None:
+        """The lane of ``rank`` is about to be settled. Only so many of its parts go at once that all that this event changes
+        fits one commit; without the lane's own record the others mean nothing, and they go later."""
+        lane, *parts = pool.lane_keys(rank)
+        for key in [lane, *parts[:MOST_DELETED]]:
+            self._out.delete(key)
+        self._left_over += parts[MOST_DELETED:]
 
     def end(self, job: Job, rank: int, epoch: int, place: int) -> None:
         """The rank hands out no more than the first ``place`` rows of its lane."""
@@ -107,6 +143,9 @@ class Pools:
 
     def advance(self, job: Job, epoch: int) -> m.Floor | None:
         """Work out anew how far all ranks are; None while nobody is anywhere."""
+        for key in self._left_over[:MOST_DELETED]:
+            self._out.delete(key)
+        del self._left_over[:MOST_DELETED]
         pool = job.pools.get(epoch)
         if pool is None:
             return None
@@ -118,19 +157,32 @@ class Pools:
         ]
         forgot = pool.advance(books, waited)
         if forgot is not None:
+            # the pool first: a lane may know rows below the floor, but the pool has to know of all a lane forgot
             self._out.put(pool.record())
-            for rank in sorted(forgot):
+            for rank, parts in sorted(forgot.items()):
                 self._out.put(pool.lane_record(rank))
+                for key in parts:
+                    self._out.delete(key)
         return m.Floor(epoch=epoch, position=pool.floor, step=pool.floor_step) if pool.floor else None
 
     def drop(self, job: Job, epoch: int) -> None:
         """The epoch's books were folded: its pool and lanes are not needed any more."""
         pool = job.pools.pop(epoch, None)
         if pool is not None:
-            for rank in pool.lanes:
-                self._out.delete(self.lane_key(job, epoch, rank))
+            for key in (key for rank in pool.lanes for key in pool.lane_keys(rank)):
+                self._out.delete(key)
             self._out.delete(pool.record().key)
 
-    def load(self, job: Job, record: PoolRecord, lanes: Iterable[LaneRecord]) -> None:
-        """Take stored records in."""
-        job.pools[record.epoch] = Pool.load(job.current, record, lanes)
+    def load(self, job: Job, record: PoolRecord, found: Iterable[LaneRecord | LanePartRecord]) -> None:
+        """Take stored records in, and delete parts that no lane needs."""
+        lanes = {lane.lane.rank: lane for lane in found if isinstance(lane, LaneRecord)}
+        parts = []
+        for part in (part for part in found if isinstance(part, LanePartRecord)):
+            lane = lanes.get(part.rank)
+            if lane is not None and part.number == lane.lane.number and part.part >= lane.forgotten // PART:
+                parts.append(part)
+            else:
+                self._out.delete(part.key)
+        pool = job.pools[record.epoch] = Pool.load(job.current, record, lanes.values(), parts)
+        if any(lane.lane.pieces for lane in lanes.values()):
+            self._put_all(pool)

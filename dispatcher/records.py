@@ -9,11 +9,13 @@
     jobs/<job>/generations/<g>/epochs/<e>/ranks/<r>        RankEpochRecord   current generation, open epochs
     jobs/<job>/generations/<g>/epochs/<e>/pool             PoolRecord        dynamic order, open epochs
     jobs/<job>/generations/<g>/epochs/<e>/lanes/<r>        LaneRecord        dynamic order, open epochs
+    jobs/<job>/generations/<g>/epochs/<e>/lanes/<r>/<n>/<part> LanePartRecord dynamic order, above the floor
     jobs/<job>/generations/<g>/epochs/<e>                  EpochRecord       all ranks of an epoch folded into one
     jobs/<job>/generations/<g>/quarantine/<source>-<shard> QuarantineRecord
     jobs/<job>/marks/<g>/<e>/<step>/<r>                    MarkRecord        of the last 8 (g, e, step)
 
-Nothing here grows with the shards or the steps of a job. Names cannot hold a ``/``, so keys are unambiguous.
+Nothing here grows with the shards or the steps of a job, but for the lanes' parts: with what ranks were granted and the
+slowest of them has not acknowledged. Names cannot hold a ``/``, so keys are unambiguous.
 """
 
 from __future__ import annotations
@@ -235,9 +237,10 @@ class PoolRecord(Record, frozen=True, kw_only=True, tag="pool"):
 
 
 class LaneRecord(Record, frozen=True, kw_only=True, tag="lane"):
-    """Dynamic order: the lane of one rank in one epoch; ``lane.place``: where it began in this generation. ``limit``: rows
-    it may have since its beginning, None: no quota; ``ended``: the place at which its rank left, so that others have the
-    rows after it."""
+    """Dynamic order: the lane of one rank in one epoch; ``lane.place``: where it began in this generation. Its pieces are
+    in parts; ``lane.pieces`` are those of releases that kept no parts. ``limit``: rows it may have since its beginning,
+    None: no quota; ``ended``: the place at which its rank left, so that others have the rows after it; ``forgotten``:
+    pieces at its beginning that lie below the floor."""
 
     job: str
     generation: int
@@ -245,10 +248,29 @@ class LaneRecord(Record, frozen=True, kw_only=True, tag="lane"):
     lane: m.LaneGrants
     limit: int | None = None
     ended: int | None = None
+    forgotten: int = 0
 
     @property
     def key(self) -> str:
         return f"jobs/{self.job}/generations/{self.generation}/epochs/{self.epoch}/lanes/{self.lane.rank}"
+
+
+class LanePartRecord(Record, frozen=True, kw_only=True, tag="lane-part"):
+    """Dynamic order: pieces ``part * 64`` and up to 63 after it of a rank's lane, counted from the lane's beginning
+    (``manifests.granted``). ``number``: of the lane, as in ``LaneRecord.lane``: a part of another lane is left over."""
+
+    job: str
+    generation: int
+    epoch: int
+    rank: int
+    number: int
+    part: int
+    pieces: bytes = b""
+
+    @property
+    def key(self) -> str:
+        lane = f"jobs/{self.job}/generations/{self.generation}/epochs/{self.epoch}/lanes/{self.rank}"
+        return f"{lane}/{self.number}/{self.part}"
 
 
 class QuarantineRecord(Record, frozen=True, kw_only=True, tag="quarantine"):
@@ -279,7 +301,7 @@ class MarkRecord(Record, frozen=True, kw_only=True, tag="mark"):
 
 Stored = (
     DatasetRecord | KeyRecord | JobRecord | GenerationRecord | MemberRecord | AssignmentRecord | RankEpochRecord
-    | EpochRecord | PoolRecord | LaneRecord | QuarantineRecord | MarkRecord
+    | EpochRecord | PoolRecord | LaneRecord | LanePartRecord | QuarantineRecord | MarkRecord
 )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ Memory only: workers, liveness of ranks, and what they wait for.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any
 
 from manifests.errors import FeedlineError, ProtocolError
@@ -155,24 +156,20 @@ class State:
             progress.load_rank(job, record)
 
     def _load_pools(self, found: list[records.Stored]) -> None:
-        lanes: dict[tuple[str, int, int], list[records.LaneRecord]] = {}
+        lanes: dict[tuple[str, int, int], list[records.LaneRecord | records.LanePartRecord]] = {}
         for record in found:
-            if isinstance(record, records.LaneRecord):
+            if isinstance(record, records.LaneRecord | records.LanePartRecord):
                 lanes.setdefault((record.job, record.generation, record.epoch), []).append(record)
         for record in found:
             if isinstance(record, records.PoolRecord):
-                mine = lanes.pop((record.job, record.generation, record.epoch), [])
                 job = self.jobs.by_name.get(record.job)
                 current = job is not None and record.generation == job.record.generation
                 if job is not None and current and (record.generation, record.epoch) not in job.folded:
-                    self.pools.load(job, record, mine)
+                    self.pools.load(job, record, lanes.pop((record.job, record.generation, record.epoch), []))
                 else:
                     self._out.delete(record.key)
-                    for old in mine:
-                        self._out.delete(old.key)
-        for old_lanes in lanes.values():
-            for old_lane in old_lanes:
-                self._out.delete(old_lane.key)
+        for old in chain.from_iterable(lanes.values()):
+            self._out.delete(old.key)
 
     # -- invariants
 
@@ -214,6 +211,7 @@ class State:
             found += [record for marked in job.marks.values() for record in marked.values()]
             for pool in job.pools.values():
                 found += [pool.record(), *(pool.lane_record(rank) for rank in pool.lanes)]
+                found += [part for rank in pool.lanes for part in pool.lane_parts(rank)]
             for ranks in job.ranks.values():
                 found += ranks.values()
         return {record.key: records.encode(record) for record in found}

@@ -14,7 +14,8 @@ Places (how many rows left the lane) and indices both count from the lane's begi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +23,6 @@ import numpy.typing as npt
 
 from .errors import ProtocolError
 from .identity import random_unit, stream_key
-from .plan import merged_evenly
 from .ranges import Ranges
 from .wire.messages import LaneGrants, Shuffle
 
@@ -266,9 +266,37 @@ class Lane:
         return not other.is_cut and other.index == piece.index
 
 
+def rows_before(sizes: list[int], count: int) -> list[int]:
+    """How many rows of each stretch are among the first ``count`` of stretches that are merged evenly
+    (``plan.merged_evenly``), in a time that grows with the stretches and not with their rows."""
+    total = sum(sizes)
+    if len(sizes) == 1 or count <= 0 or count >= total:
+        return [size if count >= total else max(0, count) for size in sizes]
+    # a row with key x has about x * total rows before it, give or take one per stretch
+    near = 2 * len(sizes) + 1
+    low = [max(0, math.floor((count - near) / total * size - 0.5)) for size in sizes]
+    high = [min(size, math.ceil((count + near) / total * size - 0.5) + 1) for size in sizes]
+    keys = np.concatenate([(np.arange(a, b) + 0.5) / size for a, b, size in zip(low, high, sizes)])
+    stretch = np.repeat(np.arange(len(sizes)), [b - a for a, b in zip(low, high)])
+    first = stretch[np.argsort(keys, kind="stable")[: count - sum(low)]]
+    return [a + more for a, more in zip(low, np.bincount(first, minlength=len(sizes)).tolist())]
+
+
+def group_rows(group: Sequence[Piece], first: int, stop: int) -> I64:
+    """Rows [first, stop) of a group in the order they enter the lane: (plan position, epoch), int64 [stop - first, 2]."""
+    sizes = list(map(len, group))
+    bounds = list(zip(rows_before(sizes, first), rows_before(sizes, stop)))
+    positions = np.concatenate(
+        [np.arange(p.start + a, p.start + b, dtype=np.int64) for p, (a, b) in zip(group, bounds)]
+    )
+    counts = [b - a for a, b in bounds]
+    rows = np.stack([positions, np.repeat(np.array([p.epoch for p in group], np.int64), counts)], axis=1)
+    if len(group) == 1:
+        return rows
+    keys = np.concatenate([(np.arange(a, b) + 0.5) / size for (a, b), size in zip(bounds, sizes)])
+    return rows[np.argsort(keys, kind="stable")]
+
+
 def _rows(group: list[Piece]) -> I64:
-    """Rows of one group in the order they enter the lane: (plan position, epoch), int64 [rows, 2]."""
-    positions = np.concatenate([np.arange(p.start, p.stop, dtype=np.int64) for p in group])
-    epochs = np.repeat(np.array([p.epoch for p in group], np.int64), [len(p) for p in group])
-    rows = np.stack([positions, epochs], axis=1)
-    return rows[merged_evenly(np.array([len(p) for p in group], np.int64))] if len(group) > 1 else rows
+    """All rows of one group."""
+    return group_rows(group, 0, sum(map(len, group)))

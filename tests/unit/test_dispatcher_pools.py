@@ -3,10 +3,13 @@
 import msgspec
 import numpy as np
 import pytest
-from core_bench import Bench, DynamicRank, make_manifest, start_of
+from core_bench import LEASE, Bench, DynamicRank, make_manifest, start_of
 
+from dispatcher import events, records
 from dispatcher import pool as pool_module
+from dispatcher.effects import Delete, Put
 from dispatcher.files import KEPT_ORDERS, Files
+from dispatcher.state import State
 from manifests.errors import ConfigError, ProtocolError, StateMismatch
 from manifests.granted import Piece, decode_pieces, encode_pieces
 from manifests.plan import Plan
@@ -213,11 +216,146 @@ def test_records_do_not_grow_with_the_position():
     assert max(sizes[100:]) < 1.2 * max(sizes[20:60])
 
 
-def test_a_lane_that_would_not_fit_its_record_waits_for_the_floor(bench, monkeypatch):
+def test_a_lane_that_keeps_all_it_may_waits_for_the_floor_and_says_so(bench, monkeypatch):
     monkeypatch.setattr(pool_module, "MAX_KEPT", 3)
-    found = opened(bench)
-    assert len(pieces(bench.ask(found, shards=(), have=0, want=80, place=0))) == 3
-    assert not pieces(bench.ask(found, shards=(), have=30, want=80, place=0))
+    found = opened(bench, world=2, batch_size=5)
+    ranks = ranks_of(bench, found)
+    ranks[1].ask(10)
+    reply = bench.ask(found, 0, shards=(), have=0, want=10, place=0)
+    assert not reply.waiting
+    full = bench.ask(found, 0, shards=(), have=0, want=80, place=0)
+    assert len(pieces(full)) == 3 and full.waiting_code == "wait-timeout"
+    assert full.waiting == (
+        "rank 0 has not acknowledged epoch 0 after step 0, so rank 0, which has 3 pieces after that, cannot be given more"
+    )
+    ranks[0].take(reply)
+    for _ in range(2):
+        ranks[0].hand()
+    ranks[0].ack()
+    ranks[0].send()
+    assert bench.ask(found, 0, shards=(), have=30, want=80, place=10).waiting.startswith("rank 1 has not acknowledged")
+    for _ in range(2):
+        ranks[1].hand()
+    ranks[1].ack()
+    ranks[1].send()
+    more = bench.ask(found, 0, shards=(), have=30, want=80, place=10)
+    assert [len(piece) for piece in pieces(more)] == [10, 0] and not more.waiting
+
+
+# -- lanes in parts
+
+
+class Weighed(Bench):
+    """A bench that knows how many bytes the last event stored."""
+
+    put = 0
+
+    def apply(self, kind, **fields):
+        before = dict(self.stored)
+        try:
+            return super().apply(kind, **fields)
+        finally:
+            self.put = sum(len(data) for key, data in self.stored.items() if before.get(key) is not data)
+
+
+def test_what_an_ask_stores_does_not_grow_while_nobody_acknowledges():
+    bench = Weighed([1] * 20_000)
+    bench.worker()
+    found = opened(bench, world=2, batch_size=5)
+    have, sizes = [0, 0], []
+    for turn in range(50):
+        rank = turn % 2
+        reply = bench.ask(
+            found, rank, shards=(), have=have[rank], want=have[rank] + 400, place=max(0, have[rank] - 400)
+        )
+        assert sum(map(len, pieces(reply))) == 400
+        have[rank] += 400
+        sizes.append(bench.put)
+    assert have == [10_000, 10_000] and pool(bench).is_empty
+    assert max(sizes) < 1.2 * min(sizes) < 20_000
+    assert max(len(data) for key, data in bench.stored.items() if "/lanes/" in key) < 3000
+    lanes = [held.pieces for held in pool(bench).lanes.values()]
+    assert len(lanes[0]) >= 10_000
+    bench.reload()
+    bench.worker()
+    assert [held.pieces for held in pool(bench).lanes.values()] == lanes
+    assert bench.ask(found, 0, shards=(), have=9_990, want=10_000, place=9_990).final
+    before = len(bench.stored)
+    for rank in range(2):
+        bench.report(found, rank, m.EpochProgress(epoch=0, step=1900, acked_step=1900, handed=(9500,), acked=(9500,)))
+    assert pool(bench).floor > 18_000 and len(bench.stored) < before - 280
+    bench.reload()
+    assert all(500 <= len(held.pieces) < 1000 for held in pool(bench).lanes.values())
+
+
+def test_parts_that_no_lane_needs_are_deleted_by_the_next_dispatcher():
+    bench = Bench([1] * 600)
+    bench.worker()
+    found = opened(bench, world=2, batch_size=5, tail="ragged", elastic=True)
+    ranks = ranks_of(bench, found)
+    ranks[0].ask(100)
+    ranks[1].ask(10)
+    left_over = {key: data for key, data in bench.stored.items() if "/lanes/0/" in key}
+    assert sorted(key[-2:] for key in left_over) == ["/0", "/1"]
+    bench.wait(6)
+    ranks[1].send()
+    bench.wait(5)
+    assert not any("/lanes/0" in key for key in bench.stored)
+    bench.stored |= left_over
+    bench.reload()
+    assert not any("/lanes/0" in key for key in bench.stored)
+    bench.worker()
+    ranks[1].send()
+    ranks[1].finish()
+    assert bench.audit()["acknowledged"] == 600
+
+
+def test_the_many_parts_of_a_dead_rank_go_bit_by_bit(monkeypatch):
+    monkeypatch.setattr("dispatcher.pools.MOST_DELETED", 2)
+    bench = Bench([1] * 1500)
+    bench.worker()
+    found = opened(bench, world=2, batch_size=5, tail="ragged", elastic=True)
+    ranks = ranks_of(bench, found)
+    ranks[0].ask(375)
+    parts = [key for key in bench.stored if "/lanes/0/" in key]
+    assert len(parts) > 4
+    bench.wait(6)
+    ranks[1].send()
+    bench.at += 5
+    state, deleted = bench.state, []
+    deleted += [
+        e.key for e in state.apply(events.TimePassed(at=bench.at, now_ms=bench.now_ms)) if isinstance(e, Delete)
+    ]
+    assert len(set(deleted) & set(parts)) == 2
+    for _ in range(2):
+        state.check()
+        message = m.Report(
+            job="train", generation=1, rank=1, holder="u1", epochs=(m.EpochProgress(epoch=0, handed=(0,), acked=(0,)),)
+        )
+        effects = state.apply(events.ProgressReported(at=bench.at, now_ms=bench.now_ms, message=message))
+        deleted += [effect.key for effect in effects if isinstance(effect, Delete)]
+    assert set(parts) <= set(deleted)
+
+
+def test_lanes_stored_whole_by_older_releases_are_taken_in_and_stored_in_parts():
+    bench = Bench([1] * 300)
+    bench.worker()
+    found = opened(bench, world=2, batch_size=5)
+    for rank in range(2):
+        bench.ask(found, rank, shards=(), have=0, want=100, place=0)
+    lanes = [held.pieces for held in pool(bench).lanes.values()]
+    for rank in range(2):
+        record = pool(bench).whole_lane(rank)
+        bench.stored = {k: v for k, v in bench.stored.items() if not k.startswith(record.key + "/")}
+        bench.stored[record.key] = records.encode(record)
+    fresh = State(bench.shelf, LEASE)
+    puts = {e.key: e.value for e in fresh.load(bench.stored, bench.at) if isinstance(e, Put)}
+    bench.stored |= puts
+    assert sum("/lanes/" in key for key in puts) == 2 * (1 + 2)
+    bench.reload()
+    assert [held.pieces for held in pool(bench).lanes.values()] == lanes
+    bench.worker()
+    bench.ask(found, 0, shards=(), have=100, want=120, place=90)
 
 
 # -- going on
