@@ -150,9 +150,11 @@ class Pools:
         if pool is None:
             return None
         books, through = job.ranks.get(epoch, {}), job.through(epoch)
+        # what a rank had not acknowledged when it closed comes again on a resume, unless elastic ranks took it over
+        ranks = job.staying() if job.is_elastic else range(job.world_size)
         waited = [
             rank
-            for rank in job.staying()
+            for rank in ranks
             if rank not in through and (rank not in books or books[rank].progress.state == "open")
         ]
         forgot = pool.advance(books, waited)

@@ -21,7 +21,7 @@ from manifests.schema import Field
 
 from .avoid import Avoided
 from .budget import Budget, FeedStats
-from .chunks import MISSING, Chunk
+from .chunks import MISSING, Chunk, in_order
 from .control import Closed, Control
 from .dynamic import AnyLeg
 from .fetch import READ_BYTES, Fetch
@@ -369,9 +369,15 @@ class Feed:
         return ahead.grow(self._limit())
 
     def _want(self) -> None:
-        """Tell the keeper which shards are needed: of rows not there yet, then of the rows that come."""
+        """Tell the keeper which shards are needed: of rows that no read is under way for, then of those that are (their
+        read may fail), then of the rows that come."""
+        wanted = dict.fromkeys(self._fetch.unissued_shards(HOLD))
         with self._lock:
-            wanted = dict.fromkeys(s for c in self._chunks if c.missing for s in c.distinct)
+            missing = [c.shards[c.part == MISSING] for c in self._chunks if c.missing]
+        for shards_of_chunk in missing:
+            if len(wanted) >= HOLD:
+                break
+            wanted.update(dict.fromkeys(in_order(shards_of_chunk)))
         wanted.update(dict.fromkeys(self._ahead.shards(HOLD)))
         shards = list(wanted)[:HOLD]
         if shards != self._last_wanted:

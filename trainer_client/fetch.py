@@ -23,7 +23,7 @@ from manifests.wire import messages as m
 
 from .avoid import Avoided
 from .budget import Budget
-from .chunks import MISSING, Chunk
+from .chunks import MISSING, Chunk, in_order
 from .cutting import Cut, Source, cut, stretch_rows
 from .grants import GrantKeeper
 from .reads import Read, ReadPool
@@ -149,6 +149,17 @@ class Fetch:
     def _covering(self, chunk: Chunk, offset: int) -> list[Read]:
         found = [r for r, c in self._reads.items() if c is chunk and not r.abandoned]
         return [r for r in found if (r.offsets[r.done :] == offset).any()]
+
+    def unissued_shards(self, most: int) -> list[int]:
+        """Shards of rows that no read is under way for, first needed first, about ``most`` of them."""
+        with self._lock:
+            pending = [chunk.shards[offsets[chunk.part[offsets] == MISSING]] for chunk, offsets in self._pending]
+        found: dict[int, None] = {}
+        for shards in pending:
+            found.update(dict.fromkeys(in_order(shards)))
+            if len(found) >= most:
+                break
+        return list(found)
 
     # -- the planner's side
 

@@ -92,7 +92,8 @@ class LookAhead:
         """Shards of the rows that are known and not taken, first needed first, at most ``most``."""
         found: dict[int, None] = {}
         for stretch in self._known:
-            found.update(dict.fromkeys(stretch.distinct))
+            begun = in_order(stretch.shards[stretch.taken :]) if stretch.taken else stretch.distinct
+            found.update(dict.fromkeys(begun))
             if len(found) >= most:
                 break
         return list(found)[:most]

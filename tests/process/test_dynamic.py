@@ -288,6 +288,38 @@ def test_latest_goes_on_where_the_acknowledgements_are(cluster, tail):
     check_audit(cluster, f"latest-{tail}", 0, acknowledged=ROWS, rewound=16)
 
 
+@pytest.mark.parametrize("ack", ["next", "manual"])
+@pytest.mark.parametrize(("tail", "world"), [("pad", 2), ("pad", 3), ("ragged", 3)])
+def test_latest_after_one_rank_closed_before_the_other(cluster, ack, tail, world):
+    """Rank 0 closes with rows it did not acknowledge, then rank 1 goes on: those rows come again."""
+    settings = {
+        "job": f"closed-{ack}-{tail}-{world}", "order": "dynamic", "tail": tail, "ack": ack, "shuffle": {"buffer": 64},
+    }  # fmt: skip
+    loaders = [make_loader(cluster.address, rank=rank, world_size=2, **settings) for rank in range(2)]
+    passes = in_threads(2, lambda rank: iter(loaders[rank]))
+    sure = []
+    for rank, steps in ((0, 6), (1, 8)):
+        for step in range(steps):
+            ids = next(passes[rank])["__id__"].tolist()
+            if ack == "manual" and (rank or step < 3):
+                loaders[rank].ack()
+                sure += ids
+            elif ack == "next" and step < steps - 1:
+                sure += ids
+        loaders[rank].close()
+
+    def rest(rank):
+        with make_loader(cluster.address, rank=rank, world_size=world, resume="latest", **settings) as loader:
+            found = drain(loader)
+            if ack == "manual":
+                loader.ack()
+            return found
+
+    again = flat([rank.real for rank in in_threads(world, rest)])
+    assert sorted(sure + again) == list(range(ROWS))
+    check_audit(cluster, settings["job"], 0, acknowledged=ROWS)
+
+
 def test_states_are_small_and_made_at_once(cluster):
     settings = {"job": "small", "dataset": "many", "order": "dynamic", "shuffle": {"buffer": 64}, "world_size": 1}
     times = []
