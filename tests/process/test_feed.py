@@ -308,9 +308,9 @@ def test_dynamic_order_of_many_small_epochs(cluster: TestCluster) -> None:
 
 @pytest.mark.parametrize(("order", "world"), [("deterministic", 1), ("dynamic", 2)])
 def test_more_shards_come_next_than_grants_are_held(tmp_path: Path, order: str, world: int) -> None:
-    """Small rows in 1,500 shards: one stretch of planned rows lies in more shards than a rank holds grants for, and the
+    """Small rows in 2,500 shards: one stretch of planned rows lies in more shards than a rank holds grants for, and the
     loop is slow enough for all of them to be held at first."""
     with TestCluster(workers=2) as cluster:
-        cluster.register(make_dataset(tmp_path / "tiny", (3,) * 1500))
-        found = run_ranks(cluster.address, world, order=order, batch_size=16, delay=0.008, timeout=10.0, job="tiny")
-        assert sorted(i for rank in found for i in rank.real) == list(range(4500))
+        cluster.register(make_dataset(tmp_path / "tiny", (3,) * 2500))
+        found = run_ranks(cluster.address, world, order=order, batch_size=64, delay=0.03, timeout=10.0, job="tiny")
+        assert sorted(i for rank in found for i in rank.real) == list(range(7500))
