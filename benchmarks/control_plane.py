@@ -257,7 +257,7 @@ def core(folder: Path, manifest: Manifest, size: Size, rounds: int, profile: boo
             f"core, {order}: records in the store": len(bench.store.backend.records),
         }
         if profile:
-            profiler = cProfile.Profile()
+            profiler = cProfile.Profile(time.process_time)
             profiler.runcall(bench.rounds, 4)
             pstats.Stats(profiler).sort_stats("tottime").print_stats(18)
     return found

@@ -28,7 +28,7 @@ from .library import ShardInfo, ShardOrder
 
 #: parsed manifests kept in memory
 KEPT = 8
-#: shards whose description is kept in memory
+#: shards whose description is kept in memory; the oldest go first
 KEPT_SHARDS = 8192
 #: shard orders kept in memory: of the epochs that jobs in dynamic order are in
 KEPT_ORDERS = 16
@@ -109,26 +109,17 @@ class Files:
     # -- what the core looks up
 
     def shard(self, digest: str, ordinal: int) -> ShardInfo | None:
-        with self._lock:
-            found = self._shards.get((digest, ordinal))
-            if found is not None:
-                self._shards.move_to_end((digest, ordinal))
-                return found
+        place = (digest, ordinal)
+        found = self._shards.get(place)
+        if found is not None:
+            return found
         manifest = self.manifest(digest)
-        if not 0 <= ordinal < len(manifest.shards):
+        shards = manifest.shards
+        if not 0 <= ordinal < len(shards):
             return None
-        shard = manifest.shards[ordinal]
-        info = ShardInfo(
-            ordinal=ordinal,
-            uri=shard.uri,
-            format=shard.format,
-            rows=shard.rows,
-            bytes=shard.bytes,
-            content_id=shard.content_id,
-            first_id=int(manifest.first_ids[ordinal]),
-        )
+        info = ShardInfo(ordinal, *shards.values(ordinal), first_id=manifest.first_ids.item(ordinal))
         with self._lock:
-            self._shards[digest, ordinal] = info
+            self._shards[place] = info
             while len(self._shards) > KEPT_SHARDS:
                 self._shards.popitem(last=False)
         return info

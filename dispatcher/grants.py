@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ EXPIRY_MS = 120_000
 MAX_OPEN = limits.MOST_SHARDS
 #: epochs a rank may be ahead of the slowest
 MAX_AHEAD = 2
+#: sets of workers kept ready for placement
+KEPT_FLEETS = 256
 #: endpoints in one FlightInfo
 MAX_ENDPOINTS = 10_000
 
@@ -61,6 +64,10 @@ class Grants:
         self.open = Loads()
         #: job -> (generation, epoch that every rank has reached, when that was last looked at)
         self._reached: dict[str, tuple[int, int]] = {}
+        #: (decode fingerprint, workers to avoid) -> the workers, and by format what places shards on them; good for one
+        #: version of the workers, until the first speed is not known any more
+        self._kept: dict[tuple[str | None, tuple[str, ...]], tuple[list[Worker], dict[str, Fleet]]] = {}
+        self._version, self._until = -1, math.inf
         #: ranks whose assignments changed in this event
         self._changed: set[int] = set()
         jobs.on_release = self.release
@@ -113,11 +120,11 @@ class Grants:
         )
 
     def _look_up(self, job: Job, shards: Iterable[m.ShardAsk]) -> list[tuple[m.ShardAsk, ShardInfo]]:
-        sources = job.current.settings.sources
+        digests = [source.digest for source in job.current.settings.sources]
+        look = self._library.shard
         found = []
         for ask in shards:
-            source = sources[ask.source] if 0 <= ask.source < len(sources) else None
-            info = self._library.shard(source.digest, ask.shard) if source is not None else None
+            info = look(digests[ask.source], ask.shard) if 0 <= ask.source < len(digests) else None
             if info is None:
                 raise ConfigError(f"job {job.name} has no shard {ask.shard} of source {ask.source}")
             found.append((ask, info))
@@ -179,28 +186,27 @@ class Grants:
         self, event: events.GrantsRequested, job: Job, infos: list[tuple[m.ShardAsk, ShardInfo]]
     ) -> tuple[list[m.GrantInfo], str]:
         ask = event.message
-        usable, missing = self._usable(event.at, job, ask.avoid)
-        mine = job.assignments.get(ask.rank, {})
-        coming = sum(
-            placement.size_of(info.bytes) for shard, info in infos if (ask.epoch, shard.source, shard.shard) not in mine
-        )
-        fleets: dict[str, Fleet] = {}
+        if not infos:
+            return [], ""
+        mine = job.assignments.setdefault(ask.rank, {})
+        places = [(ask.epoch, shard.source, shard.shard) for shard, _ in infos]
+        sizes = [placement.size_of(info.bytes) for _, info in infos]
+        coming = sum(size for place, size in zip(places, sizes) if place not in mine)
+        fleets, missing = self._fleets(event.at, job, ask.avoid, {info.format for _, info in infos})
+        orders: dict[str, list[str]] = {}
+        for shard_format, fleet in fleets.items():
+            fleet.expect(coming)
+            ids = list({info.content_id for _, info in infos if info.format == shard_format})
+            orders.update(zip(ids, fleet.orders(ids)))
         found: list[m.GrantInfo] = []
         waiting = ""
         key = self._key()
-        expires = event.now_ms + EXPIRY_MS
-        orders: dict[str, list[str]] = {}
-        for shard_format in {info.format for _, info in infos}:
-            fleet = self._fleet(event.at, usable, shard_format, coming)
-            fleets[shard_format] = fleet
-            ids = list({info.content_id for _, info in infos if info.format == shard_format})
-            orders.update(zip(ids, fleet.orders(ids)))
-        for shard, info in infos:
-            place = (ask.epoch, shard.source, shard.shard)
+        generation, expires = job.current, event.now_ms + EXPIRY_MS
+        for (shard, info), place, size in zip(infos, places, sizes):
             chosen = fleets[info.format].place(
                 orders[info.content_id],
-                placement.size_of(info.bytes),
-                own=job.assignments.get(ask.rank, {}).get(place),
+                size,
+                own=mine.get(place),
                 homes=self._homes(info),
                 without=self.quarantine.failed_on(job, shard.source, shard.shard),
             )
@@ -209,10 +215,36 @@ class Grants:
                 waiting = waiting or f"{_name(shard)}: {reason}"
                 continue
             self._open(job, ask.rank, place, info, chosen[0])
-            found.append(self._signed(_grant(job.current, ask, shard, info, chosen, expires), shard.source, key))
+            found.append(self._signed(_grant(generation, ask, shard, info, chosen, expires), shard.source, key))
         if found and not job.current.granted:
             self._update(job, granted=True)
         return found, waiting
+
+    def _fleets(
+        self, at: float, job: Job, avoid: tuple[str, ...], formats: Iterable[str]
+    ) -> tuple[dict[str, Fleet], str]:
+        """The workers that may serve this job now, by format, and why there is none. Kept as long as the workers that may
+        serve and their speeds stay the same."""
+        if self._version != self._workers.version or not at <= self._until or len(self._kept) > KEPT_FLEETS:
+            self._kept.clear()
+            self._version = self._workers.version
+            known = [worker.speed_until for worker in self._workers.by_id.values() if worker.speed(at) is not None]
+            self._until = min(known, default=math.inf)
+        name = (job.current.fingerprint if job.current.decodes else None, avoid)
+        kept = self._kept.get(name)
+        if kept is None:
+            usable, missing = self._usable(at, job, avoid)
+            kept = (usable, {})
+            # a last resort is one for a moment only, and a job may have been given a fingerprint just now
+            if not missing and not any(worker.suspect or worker.message.id in avoid for worker in usable):
+                self._kept[job.current.fingerprint if job.current.decodes else None, avoid] = kept
+        else:
+            missing = ""
+        usable, fleets = kept
+        for shard_format in formats:
+            if shard_format not in fleets:
+                fleets[shard_format] = self._fleet(at, usable, shard_format)
+        return {shard_format: fleets[shard_format] for shard_format in formats}, missing
 
     def _usable(self, at: float, job: Job, avoid: tuple[str, ...]) -> tuple[list[Worker], str]:
         """Workers for this job now, and why there is none. A job that decodes keeps to one decode fingerprint."""
@@ -233,14 +265,14 @@ class Grants:
         others = ", ".join(f"{count} of {name!r}" for name, count in sorted(prints.items())[:3])
         return [], f"no worker with decode fingerprint {generation.fingerprint!r} is up; there are {others}"
 
-    def _fleet(self, at: float, usable: Iterable[Worker], shard_format: str, coming: int = 0) -> Fleet:
+    def _fleet(self, at: float, usable: Iterable[Worker], shard_format: str) -> Fleet:
         speeds = {worker.message.id: worker.speed(at) for worker in usable if worker.can_read(shard_format)}
-        return Fleet(placement.weights(speeds), self.open.bytes, coming)
+        return Fleet(placement.weights(speeds), self.open.bytes)
 
     def _homes(self, info: ShardInfo) -> list[str]:
         """Workers that have the content open, most often first."""
         homes = self.open.homes(info.content_id)
-        return sorted(homes, key=lambda worker: (-homes[worker], worker)) if len(homes) > 1 else list(homes)
+        return sorted(homes, key=lambda worker: (-homes[worker], worker)) if len(homes) > 1 else [*homes]
 
     def _update(self, job: Job, **changes: object) -> None:
         generation = msgspec.structs.replace(job.current, **changes)

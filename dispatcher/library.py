@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -16,8 +15,7 @@ from manifests.wire.messages import Shuffle
 _AHEAD, _KEPT = 32, 8192
 
 
-@dataclass(frozen=True, slots=True)
-class ShardInfo:
+class ShardInfo(msgspec.Struct, frozen=True, gc=False):
     """One shard of a manifest, as a grant names it. ``first_id``: sample id of its row 0."""
 
     ordinal: int

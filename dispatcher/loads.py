@@ -17,7 +17,7 @@ class Loads:
         self.shards: Counter[str] = Counter()
         #: worker -> bytes of its open shards, as ``placement.size_of`` counts them
         self.bytes: Counter[str] = Counter()
-        self._homes: dict[str, Counter[str]] = {}
+        self._homes: dict[str, dict[str, int]] = {}
         #: (manifest digest, ordinal) -> the shard, and how often it is open
         self._open: dict[tuple[str, int], tuple[ShardInfo, int]] = {}
 
@@ -42,15 +42,19 @@ class Loads:
         return self._homes.get(content_id, {})
 
     def _count(self, info: ShardInfo, worker: str, change: int) -> None:
-        homes = self._homes.get(info.content_id)
+        content = info.content_id
+        homes = self._homes.get(content)
         if homes is None:
-            homes = self._homes[info.content_id] = Counter()
-        self.shards[worker] += change
-        self.bytes[worker] += change * size_of(info.bytes)
-        homes[worker] += change
-        if not self.shards[worker]:
+            homes = self._homes[content] = {}
+        shards, here = self.shards.get(worker, 0) + change, homes.get(worker, 0) + change
+        if shards:
+            self.shards[worker] = shards
+            self.bytes[worker] = self.bytes.get(worker, 0) + change * size_of(info.bytes)
+        else:
             del self.shards[worker], self.bytes[worker]
-        if not homes[worker]:
+        if here:
+            homes[worker] = here
+        else:
             del homes[worker]
-        if not homes:
-            del self._homes[info.content_id]
+            if not homes:
+                del self._homes[content]

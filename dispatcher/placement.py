@@ -66,20 +66,27 @@ class Fleet:
     Args:
         weights: worker id -> weight.
         loads: worker id -> open bytes; read again for each placement, so that what was placed counts.
-        coming: bytes that are about to be placed together.
+        coming: bytes that are about to be placed together, see ``expect``.
     """
 
     def __init__(self, weights: Mapping[str, float], loads: Mapping[str, int], coming: int = 0) -> None:
         self._weights = weights
         self._loads = loads
         self._names = sorted(weights)
+        self._ids = np.array(self._names, object)
         self._keys = np.array([_worker_key(name) for name in self._names], np.uint64)
-        total = sum(loads.get(name, 0) for name in self._names) + coming
-        #: open bytes that belong to a worker of weight 1
-        self._share = total / sum(weights.values()) if weights else 0.0
+        self._nothing = [0] * len(self._names)
+        self._weight = sum(weights.values())
+        self.expect(coming)
 
     def __repr__(self) -> str:
         return f"Fleet({len(self._names)} workers)"
+
+    def expect(self, coming: int) -> None:
+        """So many bytes are about to be placed together: shares are worked out from them and the loads as they are now."""
+        total = sum(map(self._loads.get, self._names, self._nothing)) + coming
+        #: open bytes that belong to a worker of weight 1
+        self._share = total / self._weight if self._weight else 0.0
 
     def limit(self, worker: str, size: int, balance: float = BALANCE) -> int:
         """Most bytes that the worker may have open when it takes a shard of ``size``: whole shards of that size."""
@@ -89,8 +96,8 @@ class Fleet:
         """For each content the workers, best first: the same for everybody who asks."""
         content = np.array([_key(content_id) for content_id in content_ids], np.uint64)
         scores = mix64(self._keys[None, :] ^ content[:, None])
-        names = self._names
-        return [[names[at] for at in row] for row in np.argsort(scores, axis=1)[:, ::-1].tolist()]
+        order: list[list[str]] = self._ids[np.argsort(scores, axis=1)[:, ::-1]].tolist()
+        return order
 
     def place(
         self,

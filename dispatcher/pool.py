@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from itertools import chain
 
 import msgspec
 
 from manifests.granted import Piece, decode_pieces, window_rows
 from manifests.plan import lane_sizes
-from manifests.ranges import Ranges
+from manifests.ranges import Ranges, encode_bounds
 from manifests.wire import messages as m
 
 from .held import PART, Held
@@ -133,7 +134,7 @@ class Pool:
             job=self.generation.job,
             generation=self.generation.number,
             epoch=self.epoch,
-            free=self.free.encode(),
+            free=encode_bounds(chain.from_iterable(reversed(self._free))),
             carried=encode_stretches(self.carried),
             carried_in=encode_stretches(self.carried_in),
             settled=self.settled.encode(),
@@ -245,7 +246,8 @@ class Pool:
         while length < want and not self.is_empty and not held.is_full:
             if len(found) >= MAX_PIECES or self.is_at_most(held, len(found)):
                 break
-            share = math.ceil((self.free_rows + count(self.carried)) / (2 * self.world_size))
+            rows = self.free_rows + count(self.carried) if self.carried else self.free_rows
+            share = math.ceil(rows / (2 * self.world_size))
             most = max(self.window + 2 * batch, share) - (length - place)
             if held.limit is not None:
                 most = held.limit - length
@@ -253,7 +255,7 @@ class Pool:
                 break
             group = self._group(length, mixed, max(batch, share), most, bounds)
             found += group
-            length += sum(map(len, group))
+            length += sum([piece.stop - piece.start for piece in group])
         if held.ended is not None:
             return False
         over = self.is_empty or (held.limit is not None and length >= held.limit)
@@ -272,18 +274,22 @@ class Pool:
             self.carried[0:1] = [(epoch, end, stop)] if end < stop else []
             return [Piece(index, start, end, epoch)]
         group: list[Piece] = []
+        free = self._free
         each, after = min(guided, math.ceil(most / mixed)), 0
         while len(group) < mixed and most > 0:
-            at = len(self._free) - 1
-            while at >= 0 and self._free[at][1] <= after:
+            at = len(free) - 1
+            while at >= 0 and free[at][1] <= after:
                 at -= 1
             if at < 0:
                 break
-            first, last = self._free[at]
+            first, last = free[at]
             start = max(first, after)
             after, limit = bounds(self.epoch, start)
             end = min(last, after, start + min(limit, each, most))
-            self._free[at : at + 1] = [(a, b) for a, b in ((end, last), (first, start)) if a < b]
+            if start == first and end < last:
+                free[at] = (end, last)
+            else:
+                free[at : at + 1] = [(a, b) for a, b in ((end, last), (first, start)) if a < b]
             self.free_rows -= end - start
             most -= end - start
             group.append(Piece(index, start, end, self.epoch))

@@ -20,6 +20,7 @@ slowest of them has not acknowledged. Names cannot hold a ``/``, so keys are una
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping
 from itertools import chain
 
@@ -140,7 +141,7 @@ class AssignmentRecord(Record, frozen=True, kw_only=True, tag="assignment"):
             rank=rank,
             workers=tuple(names),
             places=tuple(chain.from_iterable(open_shards)),
-            which=np.array([index[name] for name in open_shards.values()], "<u2").tobytes(),
+            which=struct.pack(f"<{len(open_shards)}H", *map(index.__getitem__, open_shards.values())),
         )
 
     @property

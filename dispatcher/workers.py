@@ -28,6 +28,8 @@ FORGET = 600.0
 SPEED_MS = 10_000
 #: seconds after which a speed is not known any more, so that a worker that got little because of it is tried again
 SPEED_KEPT = 60.0
+#: share by which a speed has to change before placement takes note of it
+SPEED_STEP = 0.05
 #: bytes per ms that no worker exceeds
 MOST_SPEED = 1e8
 #: different failure codes counted per worker
@@ -53,20 +55,33 @@ class Worker:
     _moved: float = 0.0
     _spent: float = 0.0
     _measured: float = 0.0
+    # the speed that placement took note of
+    _noted: float = 0.0
 
     def __post_init__(self) -> None:
         self.ref = m.WorkerRef(id=self.message.id, address=self.message.address)
 
-    def measure(self, speed: m.WorkerSpeed, at: float) -> None:
-        """A client tells how fast it read."""
+    def measure(self, speed: m.WorkerSpeed, at: float) -> bool:
+        """A client tells how fast it read; whether that changed the worker's speed by ``SPEED_STEP`` or more."""
+        known = at <= self.speed_until
         keep = math.exp(-speed.ms / SPEED_MS)
         self._moved = self._moved * keep + min(float(speed.bytes), speed.ms * MOST_SPEED)
         self._spent = self._spent * keep + speed.ms
         self._measured = at
+        now = self._moved / self._spent
+        if known and abs(now - self._noted) < SPEED_STEP * self._noted:
+            return False
+        self._noted = now
+        return True
+
+    @property
+    def speed_until(self) -> float:
+        """When its speed will not be known any more, if it is not measured again."""
+        return self._measured + SPEED_KEPT if self._spent else -math.inf
 
     def speed(self, at: float) -> float | None:
         """Bytes per ms of lately, over all jobs; None: not known."""
-        return self._moved / self._spent if self._spent and at - self._measured <= SPEED_KEPT else None
+        return self._moved / self._spent if at <= self.speed_until else None
 
     @property
     def state(self) -> Literal["up", "draining", "lost"]:
@@ -98,6 +113,8 @@ class Workers:
         self._lease = lease
         self._keys = keys
         self.by_id: dict[str, Worker] = {}
+        #: grows whenever another set of workers may serve, or their speeds changed
+        self.version = 0
         self._drains: set[str] = set()
         #: when the last usable worker went away, or this dispatcher began to lead
         self._none_since: float | None = None
@@ -120,7 +137,7 @@ class Workers:
             )
         draining = message.draining or message.id in self._drains
         self.by_id[message.id] = Worker(message, heard=event.at, draining=draining)
-        self._note_none(event.at)
+        self._changed(event.at)
         self._out.log(logging.INFO, f"worker {message.id} registered, advertised address {message.address}")
         self._welcome(event, known=True, drain=message.id in self._drains)
 
@@ -133,10 +150,12 @@ class Workers:
             return
         if worker.lost:
             self._out.log(logging.INFO, f"worker {beat.id} is back")
+        before = (worker.lost, worker.suspect, worker.draining, worker.capabilities)
         worker.heard, worker.beat = event.at, beat
         worker.lost = worker.suspect = False
         worker.draining = beat.draining or beat.id in self._drains
-        self._note_none(event.at)
+        if before != (False, False, worker.draining, worker.capabilities):
+            self._changed(event.at)
         self._welcome(event, known=True, drain=beat.id in self._drains)
 
     def on_left(self, event: events.WorkerLeft) -> None:
@@ -145,7 +164,7 @@ class Workers:
             del self.by_id[event.message.id]
             self._drains.discard(event.message.id)
             self._out.log(logging.INFO, f"worker {event.message.id} left")
-            self._note_none(event.at)
+            self._changed(event.at)
         self._out.reply(event.request, m.Done())
 
     def on_drain(self, event: events.DrainRequested) -> None:
@@ -155,14 +174,15 @@ class Workers:
             raise ConfigError(f"unknown worker {event.message.id!r}", cause=f"registered workers: {known}")
         self._drains.add(event.message.id)
         worker.draining = True
-        self._note_none(event.at)
+        self._changed(event.at)
         self._out.log(logging.INFO, f"worker {event.message.id} drains")
         self._out.reply(event.request, m.Done())
 
     def on_time(self, at: float) -> None:
+        changed = False
         for name, worker in list(self.by_id.items()):
             if not worker.lost and at - worker.heard > self._lease:
-                worker.lost = True
+                worker.lost = changed = True
                 self._out.log(
                     logging.WARNING,
                     f"worker {name} at {worker.message.address} is lost: not heard for {at - worker.heard:.1f} s",
@@ -170,7 +190,8 @@ class Workers:
             elif worker.lost and at - worker.heard > self._lease + FORGET:
                 del self.by_id[name]
                 self._drains.discard(name)
-        self._note_none(at)
+        if changed:
+            self._changed(at)
 
     def on_failure(self, failure: m.ReadFailure, job: str) -> None:
         """A client's read failed on a worker."""
@@ -181,6 +202,7 @@ class Workers:
         worker.failures[code] = count = worker.failures.get(code, 0) + 1
         if failure.code in UNREACHABLE and not worker.suspect:
             worker.suspect = True
+            self.version += 1
             if count & (count - 1):  # it answers heartbeats but no client: say so less and less often
                 return
             self._out.log(
@@ -199,7 +221,7 @@ class Workers:
         """A client tells how fast it read from a worker since it last did."""
         worker = self.by_id.get(speed.worker)
         if worker is not None and speed.ms > 0:
-            worker.measure(speed, at)
+            self.version += worker.measure(speed, at)
 
     # -- who may serve
 
@@ -230,7 +252,9 @@ class Workers:
     def _usable(self) -> list[Worker]:
         return [w for w in self.by_id.values() if not w.lost and not w.draining]
 
-    def _note_none(self, at: float) -> None:
+    def _changed(self, at: float) -> None:
+        """Another set of workers may serve."""
+        self.version += 1
         if self._usable():
             self._none_since = None
         elif self._none_since is None:

@@ -15,6 +15,7 @@ Places (how many rows left the lane) and indices both count from the lane's begi
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -30,6 +31,7 @@ I64 = npt.NDArray[np.int64]
 
 #: numbers per piece in ``LaneGrants.pieces``
 _WIDTH = 4
+_PIECE = struct.Struct(f"<{_WIDTH}q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ def window_rows(shuffle: Shuffle | None, rows: int, world_size: int) -> int:
 
 def encode_pieces(pieces: Iterable[Piece]) -> bytes:
     """Four little-endian int64 per piece."""
-    return np.array([(p.index, p.start, p.stop, p.epoch) for p in pieces], "<i8").tobytes()
+    return b"".join([_PIECE.pack(p.index, p.start, p.stop, p.epoch) for p in pieces])
 
 
 def decode_pieces(data: bytes) -> list[Piece]:

@@ -22,10 +22,11 @@ class Ranges:
         bounds: [start, stop) of each range, ascending, none empty and none touching the next. int64 [ranges, 2].
     """
 
-    __slots__ = ("bounds",)
+    __slots__ = ("_encoded", "bounds")
 
     def __init__(self, bounds: I64) -> None:
         self.bounds = bounds
+        self._encoded: bytes | None = None
 
     @classmethod
     def of(cls, pairs: Iterable[tuple[int, int]]) -> Ranges:
@@ -114,14 +115,9 @@ class Ranges:
 
     def encode(self) -> bytes:
         """Compact bytes: distances between successive bounds as LEB128 numbers. The empty set is b""."""
-        steps = np.diff(self.bounds.reshape(-1), prepend=0)
-        out = bytearray()
-        for step in steps.tolist():
-            while step >= 0x80:
-                out.append(step & 0x7F | 0x80)
-                step >>= 7
-            out.append(step)
-        return bytes(out)
+        if self._encoded is None:
+            self._encoded = encode_bounds(self.bounds.reshape(-1).tolist())
+        return self._encoded
 
     @classmethod
     def decode(cls, data: bytes) -> Ranges:
@@ -141,3 +137,15 @@ class Ranges:
         if shift or len(numbers) % 2 or zero_inside or (numbers and int(bounds[-1]) >= 1 << 62):
             raise ProtocolError("a set of rows is damaged", cause=f"{len(data)} bytes that are no ranges")
         return cls(bounds.astype(np.int64).reshape(-1, 2))
+
+
+def encode_bounds(bounds: Iterable[int]) -> bytes:
+    """``Ranges.encode`` of the set with these ascending bounds, start and stop of each range in turn."""
+    out, before = bytearray(), 0
+    for bound in bounds:
+        step, before = bound - before, bound
+        while step >= 0x80:
+            out.append(step & 0x7F | 0x80)
+            step >>= 7
+        out.append(step)
+    return bytes(out)

@@ -58,8 +58,12 @@ class Shards(Sequence[Shard]):
         number = at + len(self) if at < 0 else at
         if not 0 <= number < len(self):
             raise IndexError(f"shard {at} of {len(self)}")
+        return Shard(self._first + number, *self.values(number))
+
+    def values(self, at: int) -> tuple[str, str, int, int, str]:
+        """What a ``Shard`` holds after its ordinal. ``at``: 0 to ``len(self) - 1``, not checked."""
         uri, form, rows, size, content_id = self._columns
-        return Shard(self._first + number, uri[number], form[number], rows[number], size[number], content_id[number])
+        return uri[at], form[at], rows[at], size[at], content_id[at]
 
     @cached_property
     def _columns(self) -> tuple[Any, Any, Any, Any, Any]:
@@ -91,6 +95,8 @@ class _Chunked:
         raise NotImplementedError
 
     def _find(self, at: int) -> tuple[Any, int]:
+        if len(self._parts) == 1:
+            return self._parts[0], at
         number = bisect_right(self._starts, at) - 1
         return self._parts[number], at - self._starts[number]
 
@@ -101,7 +107,7 @@ class _Numbers(_Chunked):
 
     def __getitem__(self, at: int) -> int:
         values, place = self._find(at)
-        return int(values[place])
+        return int(values.item(place))
 
 
 class _Texts(_Chunked):
@@ -112,7 +118,7 @@ class _Texts(_Chunked):
 
     def __getitem__(self, at: int) -> str:
         (ends, data), place = self._find(at)
-        return str(data[ends[place] : ends[place + 1]], "utf-8")
+        return str(data[ends.item(place) : ends.item(place + 1)], "utf-8")
 
 
 class _Names(_Chunked):
@@ -121,7 +127,7 @@ class _Names(_Chunked):
 
     def __getitem__(self, at: int) -> str:
         (numbers, names), place = self._find(at)
-        return str(names[numbers[place]])
+        return str(names[numbers.item(place)])
 
 
 __all__ = ["Shard", "Shards"]

@@ -7,6 +7,7 @@ import pytest
 from core_bench import LEASE, Bench, Rank
 
 from dispatcher import events, status
+from dispatcher import grants as grants_module
 from dispatcher.grants import EXPIRY_MS, MAX_OPEN
 from dispatcher.placement import size_of
 from manifests.errors import ConfigError, NoWorker, ProtocolError
@@ -402,3 +403,46 @@ def test_open_bytes_are_those_of_the_open_shards_whatever_happens():
 
 def failure(worker, shard):
     return m.ReadFailure(worker=worker, source=0, shard=shard, code="shard-missing", message="gone")
+
+
+# -- what is kept ready for placement
+
+
+def _chosen(seed: int) -> list[object]:
+    """The workers that ranks of two jobs get while workers come, go, slow down and fail."""
+    draw, bench, out = random.Random(seed), Bench([4] * 40), []
+    bench.worker("w1")
+    jobs = [bench.open(job=name, decodes=name == "b") for name in ("a", "b")]
+    for _ in range(150):
+        name, what = f"w{draw.randint(1, 6)}", draw.random()
+        if what < 0.12:
+            formats = ("format:tar",) if draw.random() < 0.8 else ("format:parquet",)
+            bench.worker(name, fingerprint=draw.choice(["p1", "p2"]), capabilities=formats)
+        elif what < 0.24:
+            bench.beat(name, draining=draw.random() < 0.3)
+        elif what < 0.28:
+            bench.apply(events.WorkerLeft, message=m.LeaveWorker(id=name, incarnation=f"{name}-1"))
+        elif what < 0.33:
+            bench.wait(draw.choice([1, 6, 61]))
+        else:
+            failures = (
+                [m.ReadFailure(source=0, shard=0, worker=name, code="unreachable")] if draw.random() < 0.1 else []
+            )
+            speeds = (
+                [m.WorkerSpeed(worker=name, bytes=10**6 << draw.randint(0, 6), ms=200_000)]
+                if draw.random() < 0.3
+                else []
+            )
+            avoid = (f"w{draw.randint(1, 6)}",) if draw.random() < 0.2 else ()
+            shards = [draw.randrange(40) for _ in range(3)]
+            found = draw.choice(jobs)
+            reply = bench.ask(found, 0, shards, failures=tuple(failures), speeds=tuple(speeds), avoid=avoid)
+            out.append([[worker.id for worker in grant.workers] for grant in reply.grants] or reply.waiting)
+    return out
+
+
+def test_what_is_kept_ready_for_placement_follows_every_change_of_the_workers(monkeypatch):
+    kept = [_chosen(seed) for seed in range(12)]
+    assert sum(isinstance(one, list) for found in kept for one in found) > 300
+    monkeypatch.setattr(grants_module, "KEPT_FLEETS", -1)
+    assert [_chosen(seed) for seed in range(12)] == kept
