@@ -3,16 +3,19 @@
     FOLDER/manifests/<sha256 hex>.parquet    FOLDER/blobs/<sha256 hex>
 
 Files are written beside their place, synced and renamed, so that a reader sees all of a file or none; a digest is
-checked before anything is kept. Several dispatchers may share the folder. Parsed manifests are kept, the last few.
+checked before anything is kept. Several dispatchers may share the folder. Parsed manifests are kept, the last few, and
+read again when another dispatcher has replaced the file, because the data was moved.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import tempfile
 import threading
+import time
 from collections import OrderedDict
 from pathlib import Path
 
@@ -26,12 +29,16 @@ from manifests.wire.messages import Shuffle
 
 from .library import ShardInfo, ShardOrder
 
+log = logging.getLogger("dispatcher.files")
+
 #: parsed manifests kept in memory
 KEPT = 8
 #: shards whose description is kept in memory; the oldest go first
 KEPT_SHARDS = 8192
 #: shard orders kept in memory: of the epochs that jobs in dynamic order are in
 KEPT_ORDERS = 16
+#: seconds between two looks at whether a manifest's file was replaced
+LOOK = 1.0
 #: largest blob, bytes
 MAX_BLOB = 1 << 20
 
@@ -48,6 +55,8 @@ class Files:
         self._blobs = folder / "blobs"
         self._lock = threading.Lock()
         self._parsed: OrderedDict[str, Manifest] = OrderedDict()
+        #: digest -> which file was parsed, and when that was last looked at
+        self._files: dict[str, tuple[tuple[int, int, int], float]] = {}
         self._shards: OrderedDict[tuple[str, int], ShardInfo] = OrderedDict()
         self._orders: OrderedDict[tuple[str, int, int, bool], ShardOrder] = OrderedDict()
         try:
@@ -71,17 +80,37 @@ class Files:
             found = self._parsed.get(digest)
             if found is not None:
                 self._parsed.move_to_end(digest)
-                return found
+        if found is not None and not self._replaced(digest):
+            return found
+        file = self._file(digest)  # before it is read: a file that is replaced meanwhile is read again
         found = _parse(self.manifest_bytes(digest), digest)
-        self._keep(digest, found)
+        self._keep(digest, found, file)
         return found
 
-    def _keep(self, digest: str, manifest: Manifest) -> None:
+    def _file(self, digest: str) -> tuple[int, int, int]:
+        """Which file is there now; zeros when it cannot be told."""
+        try:
+            found = (self._manifests / (_hex(digest) + ".parquet")).stat()
+        except OSError:
+            return (0, 0, 0)
+        return (found.st_ino, found.st_mtime_ns, found.st_size)
+
+    def _replaced(self, digest: str) -> bool:
+        """Whether the file is another one than was parsed. A file that is not there for a moment is not."""
+        file, looked = self._files.get(digest, ((0, 0, 0), 0.0))
+        now = time.monotonic()
+        if now - looked < LOOK:
+            return False
+        self._files[digest] = (file, now)
+        return self._file(digest) not in (file, (0, 0, 0))
+
+    def _keep(self, digest: str, manifest: Manifest, file: tuple[int, int, int]) -> None:
         with self._lock:
             self._parsed[digest] = manifest
+            self._files[digest] = (file, time.monotonic())
             self._parsed.move_to_end(digest)
             while len(self._parsed) > KEPT:
-                self._parsed.popitem(last=False)
+                self._files.pop(self._parsed.popitem(last=False)[0], None)
             for place in [place for place in self._shards if place[0] == digest]:
                 del self._shards[place]
 
@@ -102,8 +131,15 @@ class Files:
             ProtocolError: no manifest, or one of another digest.
         """
         manifest = _parse(data, digest)
-        self._write(self._manifests / (_hex(digest) + ".parquet"), data)
-        self._keep(digest, manifest)
+        place = self._manifests / (_hex(digest) + ".parquet")
+        if place.exists() and self.manifest(digest).locations != manifest.locations:
+            log.warning(
+                "the shards of manifest %s are read from new places from now on, by all datasets and jobs of this content: "
+                "%s instead of %s",
+                digest, _first(manifest), _first(self.manifest(digest)),
+            )  # fmt: skip
+        self._write(place, data)
+        self._keep(digest, manifest, self._file(digest))
         return manifest
 
     # -- what the core looks up
@@ -194,6 +230,10 @@ class Files:
                 os.close(folder)
         except OSError as error:
             raise ConfigError(f"cannot write {place}", cause=error.strerror or str(error)) from None
+
+
+def _first(manifest: Manifest) -> str:
+    return str(manifest.shards[0].uri) if len(manifest.shards) else "nowhere"
 
 
 def _hex(digest: str) -> str:

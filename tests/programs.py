@@ -22,15 +22,19 @@ class Program:
             stderr=subprocess.PIPE,
             text=True,
         )
-        self.line = self._first_line() if wait else ""
+        self.line = self._line(self.process.stdout) if wait else ""
 
-    def _first_line(self):
+    def _line(self, stream):
         timer = threading.Timer(20, self.process.kill)
         timer.start()
         try:
-            return self.process.stdout.readline()
+            return stream.readline()
         finally:
             timer.cancel()
+
+    def log_line(self):
+        """The next line of its log."""
+        return self._line(self.process.stderr)
 
     @property
     def connection(self):

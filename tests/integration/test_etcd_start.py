@@ -358,6 +358,6 @@ def test_access_does_not_show_its_password(certificates):
 
 def test_sigterm_while_it_waits_for_etcd(start):
     program = start("127.0.0.1:1", wait=False)
-    time.sleep(1.0)
+    assert "127.0.0.1:1" in program.log_line()
     code, out, err = program.end(signal.SIGTERM)
     assert code == 0 and out == "" and "Traceback" not in err

@@ -134,7 +134,7 @@ def test_no_worker_is_idle_beside_one_huge_shard(tmp_path: Path) -> None:
             assert sorted(ids) == list(range(sum(rows)))
         after = _served(cluster, 2 * size)
     served = {name: after[name] - before[name] for name in after}
-    assert min(served.values()) > 0.15 * sum(served.values()), served
+    assert min(served.values()) > 0.1 * sum(served.values()), served
 
 
 # -- the dispatcher is away

@@ -402,6 +402,7 @@ def test_the_terminals_interrupt_reaches_the_command_once(tmp_path: Path) -> Non
             os.waitpid(pid, 0)
 
 
+@pytest.mark.slow
 def test_an_etcd_that_is_away_is_what_status_says() -> None:
     with up("--json", "--workers", "0") as process:
         document = ready(process)
