@@ -7,6 +7,7 @@ that id, and a dispatcher works only on two that agree. A side that has none and
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import tempfile
 from pathlib import Path
@@ -16,6 +17,8 @@ import msgspec
 from manifests.errors import ConfigError
 
 from .store import Store, StoreUnavailable
+
+log = logging.getLogger("dispatcher")
 
 #: form of the records; a release reads those up to its own
 FORMAT = 1
@@ -52,6 +55,11 @@ def agree(store: Store, folder: Path, etcd: str) -> str:
     elif filed is None and stored is not None:
         if _has_files(folder):
             raise _strangers(f"the files in {folder} have no cluster id", f"etcd at {etcd} is of cluster {stored.id}")
+        if datasets := len(store.load("datasets/")[0]):
+            log.warning(
+                "the store folder %s is empty, but etcd at %s has %d datasets: is it the right one? Their manifests have to "
+                "be registered again", folder, etcd, datasets,
+            )  # fmt: skip
         chosen = stored
     elif stored is not None and filed is not None and stored.id != filed.id:
         raise _strangers(f"etcd at {etcd} is of cluster {stored.id}", f"{folder} of cluster {filed.id}")
