@@ -15,7 +15,7 @@ from manifests.errors import ConfigError, NoWorker, UnknownDataset
 from manifests.wire import codec
 from manifests.wire import messages as m
 
-from . import events, limits, placement, records
+from . import events, limits, placement, reasons, records
 from .effects import Outbox
 from .job import Job, OpenShard
 from .jobs import Jobs
@@ -167,9 +167,7 @@ class Grants:
         """Why this rank must wait whatever the workers do, "" if it need not, and the error that should become of it."""
         generation = job.current
         if not generation.granted and (absent := job.absent):
-            names = ", ".join(map(str, absent[:8])) + (" .." if len(absent) > 8 else "")
-            verb = "ranks {} have" if len(absent) > 1 else "rank {} has"
-            return f"{verb.format(names)} not joined", "rank-absent"
+            return reasons.not_joined(absent), "rank-absent"
         number, reached = self._reached.get(job.name, (0, 0))
         if number == generation.number and ask.epoch <= reached + MAX_AHEAD:
             return "", ""
@@ -178,9 +176,9 @@ class Grants:
         if ask.epoch <= epoch + MAX_AHEAD:
             return "", ""
         if job.is_live(rank, at, self._jobs.lease):
-            return f"rank {rank} is still in epoch {epoch}", "wait-timeout"
+            return reasons.behind(rank, epoch), "wait-timeout"
         silent = at - job.liveness[rank].heard if rank in job.liveness else 0.0
-        return f"rank {rank} is still in epoch {epoch}, and was not heard for {silent:.0f} s", "rank-absent"
+        return reasons.behind(rank, epoch, silent), "rank-absent"
 
     def _grant(
         self, event: events.GrantsRequested, job: Job, infos: list[tuple[m.ShardAsk, ShardInfo]]

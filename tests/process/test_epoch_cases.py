@@ -402,7 +402,7 @@ def test_a_rank_two_epochs_ahead_waits_and_names_the_slowest(cluster):
             return steps
 
     assert in_threads(2, act) == [12, 1]
-    assert "rank 1 is still in epoch 0" in waited[0]
+    assert "rank 1, which is still in epoch 0" in waited[0]
 
 
 def test_an_unknown_dataset_names_those_that_exist(cluster):

@@ -91,10 +91,10 @@ def test_case_24_an_unreachable_worker_is_named_with_its_address_and_the_others_
 def test_no_grant_before_all_ranks_joined(bench):
     opened = bench.open(0, world_size=4)
     waits = bench.ask(opened)
-    assert (waits.waiting, waits.waiting_code) == ("ranks 1, 2, 3 have not joined", "rank-absent")
+    assert (waits.waiting, waits.waiting_code) == ("ranks 1, 2, 3, which have not joined", "rank-absent")
     for rank in (1, 3):
         bench.open(rank, world_size=4)
-    assert bench.ask(opened).waiting == "rank 2 has not joined"
+    assert bench.ask(opened).waiting == "rank 2, which has not joined"
     bench.open(2, world_size=4)
     assert bench.ask(opened).waiting == ""
 
@@ -105,10 +105,10 @@ def test_a_rank_waits_when_it_is_more_than_two_epochs_ahead(bench):
         bench.report(opened[0], 0, Rank(bench, opened[0], 0, epoch).finish())
     assert bench.ask(opened[0], 0, epoch=2).waiting == ""
     waits = bench.ask(opened[0], 0, epoch=3)
-    assert (waits.waiting, waits.waiting_code) == ("rank 1 is still in epoch 0", "wait-timeout")
+    assert (waits.waiting, waits.waiting_code) == ("rank 1, which is still in epoch 0", "wait-timeout")
     bench.at += 12
     silent = bench.ask(opened[0], 0, epoch=3)
-    assert silent.waiting == "rank 1 is still in epoch 0, and was not heard for 12 s"
+    assert silent.waiting == "rank 1, which is still in epoch 0 and was not heard for 12 s"
     assert silent.waiting_code == "rank-absent"
     reply = bench.report(opened[1], 1, Rank(bench, opened[1], 1, 0).finish())
     assert (reply.slowest_epoch, reply.slowest_rank) == (1, 1)
