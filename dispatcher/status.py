@@ -10,8 +10,10 @@ import msgspec
 from manifests.plan import lane_sizes
 from manifests.wire import messages as m
 
+from . import reasons
 from .events import Asked
 from .job import Job
+from .pool import has_quotas
 from .state import State
 from .workers import Worker
 
@@ -23,7 +25,7 @@ def collect(state: State, event: Asked) -> dict[str, Any]:
     """Workers, jobs and datasets as of now; the service adds ``dispatcher`` and ``etcd``."""
     return {
         "workers": [_worker(state, found, event.at) for _, found in sorted(state.workers.by_id.items())],
-        "jobs": [_job(state, job, event.at) for _, job in sorted(state.jobs.by_name.items())],
+        "jobs": [_job(state, job, event) for _, job in sorted(state.jobs.by_name.items())],
         "datasets": [
             {
                 "name": record.name,
@@ -60,26 +62,27 @@ def _worker(state: State, worker: Worker, at: float) -> dict[str, Any]:
     }
 
 
-def _job(state: State, job: Job, at: float) -> dict[str, Any]:
+def _job(state: State, job: Job, event: Asked) -> dict[str, Any]:
     generation, lease = job.current, state.lease
     quarantined = state.grants.quarantine.all(job)
     settings = generation.settings
     source = settings.sources[0]
     name = source.name or source.digest
+    absent = reasons.not_joined(job.absent) if job.absent else ""
     return {
         "name": job.name,
         "tenant": settings.tenant,
         "dataset": f"{name}@{source.version}" if source.version else name,
         "digest": source.digest,
         "generation": generation.number,
-        "state": job.state(at, lease),
+        "state": job.state(event.at, lease),
         "epoch": job.newest_epoch(),
         "epochs": settings.epochs,
         "rows": generation.rows,
         "world_size": settings.world_size,
         "batch_size": settings.batch_size,
         "steps_per_epoch": steps_per_epoch(settings, generation.rows),
-        "ranks": [_rank(job, rank, at, lease) for rank in range(settings.world_size)],
+        "ranks": [_rank(job, rank, event, lease, absent) for rank in range(settings.world_size)],
         "quarantined": [
             {**msgspec.structs.asdict(shard), "workers": list(shard.workers)} for shard in quarantined[:LISTED]
         ],
@@ -87,13 +90,18 @@ def _job(state: State, job: Job, at: float) -> dict[str, Any]:
     }
 
 
-def _rank(job: Job, rank: int, at: float, lease: float) -> dict[str, Any]:
+def _rank(job: Job, rank: int, event: Asked, lease: float, absent: str) -> dict[str, Any]:
+    """``absent``: the ranks that have not joined yet, "" when all have."""
+    at = event.at
     member, live = job.members.get(rank), job.liveness.get(rank)
     waiting_for, waiting_s = "", 0.0
     if member is not None and member.left:
         state = "done"
     elif member is None or live is None or not job.is_live(rank, at, lease):
         state = "absent"
+    elif absent:
+        state, waiting_for = "waiting", absent
+        waiting_s = max(0.0, round((event.now_ms - job.current.opened_ms) / 1000, 1))
     else:
         state = live.state
         if state == "waiting":
@@ -116,11 +124,14 @@ def _rank(job: Job, rank: int, at: float, lease: float) -> dict[str, Any]:
     }
 
 
-def steps_per_epoch(settings: m.JobSettings, rows: int) -> int:
-    """Steps of a whole epoch; for tail ``ragged`` those of the rank with the most."""
+def steps_per_epoch(settings: m.JobSettings, rows: int) -> int | None:
+    """Steps of a whole epoch; for tail ``ragged`` those of the rank with the most. None in dynamic order without quotas,
+    where ranks take rows until there are none."""
     world, batch = settings.world_size, settings.batch_size
     if settings.steps_per_epoch is not None:
         return settings.steps_per_epoch
+    if settings.order == "dynamic" and not has_quotas(settings):
+        return None
     if settings.tail == "drop":
         return rows // (world * batch)
     if settings.tail == "pad":

@@ -68,9 +68,9 @@ def jobs_table(document: dict[str, Any]) -> str:
     """One line per rank of each job, and one for all that a rank waits for and each shard in quarantine."""
     rows: list[tuple[object, ...]] = []
     for job in document["jobs"]:
-        steps = "-" if job["steps_per_epoch"] is None else job["steps_per_epoch"]
+        steps = "" if job["steps_per_epoch"] is None else f"/{job['steps_per_epoch']}"
         for rank in job["ranks"] or [{}]:
-            step = f"{rank['step']}/{steps}" if "step" in rank else ""
+            step = f"{rank['step']}{steps}" if "step" in rank else ""
             rows.append(
                 (job["name"], job["dataset"], job["generation"], job["state"], rank.get("rank"), rank.get("state"),
                  rank.get("epoch", job["epoch"]), step, rank.get("rows"))
