@@ -143,11 +143,12 @@ def audit(snap: Snapshot, epoch: int | None, shard_rows: Callable[[str], I64]) -
             rows = _leg(snap.generations[number], book, epoch, None).handed_rows + book.rewound
             total.rewound += rows
             total.handed_out += rows
-    total.shards += _quarantined_shards(snap, numbers, quarantined, shard_rows(last.settings.sources[0].digest))
     last_book = all_books.get((last.number, epoch))
     over = (vouched or (last_book is not None and not last_book.unfinished)) and not total.open
     reading = snap.live and last.number == snap.current
     state = "complete" if over else "running" if reading else "stopped"
+    passed = _shards_of(quarantined, shard_rows(last.settings.sources[0].digest))
+    total.shards += _quarantined_shards(snap, numbers, passed, None if over else last.number)
     return {
         "schema": 1,
         "job": snap.job,
@@ -217,23 +218,29 @@ def _carried(generations: line.Generations, all_books: line.Books, last: Generat
     )
 
 
-def _quarantined_shards(
-    snap: Snapshot, generations: Collection[int], quarantined: Ranges, rows: I64
-) -> list[dict[str, Any]]:
-    """The shards that rows passed over because of quarantine belong to, and why."""
+def _shards_of(ids: Ranges, rows: I64) -> set[int]:
+    """Shards that these sample ids belong to. ``rows``: per shard, int64 [shards]."""
     ends = np.cumsum(rows)
-    firsts = [int(np.searchsorted(ends, start, side="right")) for start, _ in quarantined]
-    lasts = [int(np.searchsorted(ends, stop - 1, side="right")) for _, stop in quarantined]
-    shards = sorted({shard for first, last in zip(firsts, lasts) for shard in range(first, last + 1) if rows[shard]})
-    why = {shard: record.shard for (number, _, shard), record in snap.quarantine.items() if number in generations}
-    unknown = m.QuarantinedShard(source=0, shard=0)
+    firsts = [int(np.searchsorted(ends, start, side="right")) for start, _ in ids]
+    lasts = [int(np.searchsorted(ends, stop - 1, side="right")) for _, stop in ids]
+    return {shard for first, last in zip(firsts, lasts) for shard in range(first, last + 1) if rows[shard]}
+
+
+def _quarantined_shards(
+    snap: Snapshot, generations: Collection[int], passed: Collection[int], stopped: int | None
+) -> list[dict[str, Any]]:
+    """Shards in quarantine, and why.
+
+    Args:
+        passed: those of which rows were passed over.
+        stopped: the generation that has not got through the epoch; all its shards in quarantine are listed, as each may
+            be what stops it. None: the epoch is over.
+    """
+    why: dict[tuple[int, int], m.QuarantinedShard] = {(0, shard): m.QuarantinedShard(0, shard) for shard in passed}
+    for (number, source, shard), record in sorted(snap.quarantine.items()):
+        if number == stopped or (number in generations and (source, shard) in why):
+            why[source, shard] = record.shard
     return [
-        {
-            "source": 0,
-            "shard": shard,
-            "uri": why.get(shard, unknown).uri,
-            "code": why.get(shard, unknown).code,
-            "reason": why.get(shard, unknown).reason,
-        }
-        for shard in shards
+        {"source": source, "shard": shard, "uri": found.uri, "code": found.code, "reason": found.reason}
+        for (source, shard), found in sorted(why.items())
     ]

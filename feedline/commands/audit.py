@@ -95,9 +95,13 @@ def _findings(document: dict[str, Any]) -> list[str]:
         rows = document.get("skipped_rows", [])
         lines += [f"  sample {r['sample_id']}, {r['key']!r} of {r['shard']}: {r['reason']}" for r in rows[:SHOWN]]
         lines += rest(document["skipped"] - min(len(rows), SHOWN))
+    shards = _quarantined(document)
     if document["quarantined"]:
-        shards = _quarantined(document)
         lines.append(f"in quarantine: {counted(document['quarantined'], 'row')} of {counted(len(shards), 'shard')}")
+    elif shards:
+        whose = "its" if len(shards) == 1 else "their"
+        lines.append(f"in quarantine: {counted(len(shards), 'shard')}, and none of {whose} rows was passed over")
+    if shards:
         lines += [f"  shard {s['shard']}, {s['uri']}: {s['code']}: {s['reason']}" for s in shards[:SHOWN]]
         lines += rest(len(shards) - SHOWN)
     return lines

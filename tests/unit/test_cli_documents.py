@@ -44,6 +44,20 @@ def test_complete_except_shards_in_quarantine_names_each_with_its_error() -> Non
     assert lines_of(quarantined=1, shards=QUARANTINED[:1])[0].endswith("complete except 1 shard")
 
 
+def test_a_shard_that_stopped_a_job_is_named_though_no_row_was_passed_over() -> None:
+    document = books(state="stopped", open=40, shards=QUARANTINED[:1])
+    assert audit.verdict(document) == 3
+    assert lines_of(state="stopped", open=40, shards=QUARANTINED[:1]) == [
+        "job j  generation 1  epoch 0  stopped",
+        "stopped: no rank reads it, 40 rows not acknowledged",
+        "in quarantine: 1 shard, and none of its rows was passed over",
+        "  shard 3, file:///d/3.tar: shard-missing: 3.tar is missing",
+    ]
+    assert "in quarantine: 2 shards, and none of their rows was passed over" in lines_of(
+        state="running", shards=QUARANTINED
+    )
+
+
 def test_many_shards_in_quarantine_are_cut() -> None:
     shards = [{**QUARANTINED[0], "shard": number} for number in range(SHOWN + 5)]
     lines = lines_of(quarantined=99, shards=shards)
@@ -94,6 +108,13 @@ def job(**changes: Any) -> dict[str, Any]:
         "name": "resnet-17", "dataset": "d@1", "digest": "sha256:0", "generation": 2, "state": "running", "epoch": 1,
         "steps_per_epoch": 10, "ranks": [rank], **changes,
     }  # fmt: skip
+
+
+def test_steps_that_nobody_knows_are_left_out() -> None:
+    (line,) = status.jobs_table({"jobs": [job(steps_per_epoch=None)]}).split("\n")[1:]
+    assert line.split()[7] == "3"
+    (line,) = status.jobs_table({"jobs": [job()]}).split("\n")[1:]
+    assert line.split()[7] == "3/10"
 
 
 def test_a_rank_that_waits_has_a_line() -> None:

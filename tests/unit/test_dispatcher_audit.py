@@ -7,6 +7,7 @@ from core_bench import Bench, DynamicRank, Rank, make_manifest, start_of, sum_of
 
 from dispatcher import job as job_module
 from dispatcher import records
+from feedline.commands import audit
 from manifests.errors import ConfigError, ProtocolError
 from manifests.identity import id_sum
 from manifests.ranges import Ranges
@@ -754,6 +755,54 @@ def test_a_start_point_splits_quarantined_rows_too(bench):
     passed = sum(i in ids_of_shard(bench, 4) for i in before)
     assert passed and document["quarantined"] == passed and document["acknowledged"] == ROWS - passed
     assert document["lost"] == document["repeated"] == 0 and document["state"] == "complete"
+
+
+LISTED_1 = {"source": 0, "shard": 1, "uri": "/data/photos-1.tar", "code": "shard-missing", "reason": "not there"}
+
+
+def test_a_shard_that_stopped_the_job_is_listed_though_no_row_was_passed_over(bench):
+    """Under on_error="raise" the loop ends at its first row."""
+    opened = bench.open()
+    rank = Rank(bench, opened, 0)
+    rank.hand(4)
+    rank.ack()
+    rank.send()
+    quarantine(bench, 1)
+    assert bench.audit()["state"] == "running" and bench.audit()["shards"] == [LISTED_1]
+    bench.report(opened, 0, leaving=True)
+    document = bench.audit()
+    assert document["state"] == "stopped" and document["shards"] == [LISTED_1] and document["quarantined"] == 0
+    bench.reload()
+    assert bench.audit()["shards"] == [LISTED_1]
+    # the next generation reads it again
+    again = bench.open(start=m.StartPoint(kind="latest"), uid="v")
+    assert bench.audit()["shards"] == []
+    rank = Rank(bench, again, 0)
+    rank.finish()
+    bench.report(again, 0, rank.progress("finished"), uid="v")
+    document = bench.audit()
+    assert document["state"] == "complete" and document["shards"] == [] and document["quarantined"] == 0
+
+
+def test_a_shard_that_failed_after_its_rows_were_delivered_takes_nothing_from_a_complete_epoch(bench):
+    opened = bench.open(epochs=2)
+    run_epoch(bench, opened=[opened])
+    quarantine(bench, 1)
+    assert bench.audit(epoch=0)["shards"] == [] and bench.audit(epoch=0)["quarantined"] == 0
+    rank = Rank(bench, opened, 0, epoch=1)
+    rank.hand(2)
+    rank.send()
+    assert bench.audit(epoch=1)["shards"] == [LISTED_1]
+    assert bench.audit(epoch=0)["state"] == "complete" and audit.verdict(bench.audit(epoch=0)) == 0
+    assert audit.verdict(bench.audit(epoch=1)) == 3
+
+
+def test_dynamic_a_shard_that_stopped_the_job_is_listed(bench):
+    ranks = dynamic(bench)
+    hand(ranks[0], 1)
+    ranks[0].send()
+    quarantine(bench, 1)
+    assert bench.audit()["shards"] == [LISTED_1] and bench.audit()["quarantined"] == 0
 
 
 def test_rows_acknowledged_as_quarantined_must_have_been_passed_over(bench):
