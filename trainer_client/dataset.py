@@ -36,6 +36,11 @@ class RemoteDataset(IterableDataset[Any]):
     def __len__(self) -> int:
         return len(self.loader)
 
+    @property
+    def steps_left(self) -> int:
+        """See ``RemoteDataLoader.steps_left``."""
+        return self.loader.steps_left
+
     def state_dict(self) -> dict[str, Any]:
         """See ``RemoteDataLoader.state_dict``."""
         return self.loader.state_dict()
@@ -48,6 +53,20 @@ class RemoteDataset(IterableDataset[Any]):
         """See ``RemoteDataLoader.set_epoch``."""
         self.loader.set_epoch(epoch)
 
+    def ack(self) -> None:
+        """See ``RemoteDataLoader.ack``. It acknowledges what left the loader: all that a DataLoader around it took."""
+        self.loader.ack()
+
+    def stats(self) -> dict[str, float]:
+        """See ``RemoteDataLoader.stats``."""
+        return self.loader.stats()
+
     def close(self) -> None:
         """See ``RemoteDataLoader.close``."""
         self.loader.close()
+
+    def __enter__(self) -> RemoteDataset:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
