@@ -227,7 +227,7 @@ class Feed:
     def _timed_out(self, idle: float) -> FeedlineError:
         kind, reason = self._why()
         return kind(
-            f"rank {self._seat.rank} waited {idle:.1f} s for rows of epoch {self.epoch}",
+            f"rank {self._seat.rank} of job {self._seat.job} waited {idle:.1f} s for rows of epoch {self.epoch}",
             cause=reason,
             remedy="`feedline status` shows workers and ranks",
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -23,6 +24,8 @@ State = Literal["reading", "waiting", "done"]
 _EVERY = 0.5
 #: seconds between reports that marks bring about, and marks that wait for one, at the most
 _MARKS_EVERY, _MARKS = 0.1, 4
+#: seconds between lines that tell of acknowledgements that were not delivered, during one outage
+TOLD_EVERY = 30.0
 
 
 class Reporter:
@@ -60,6 +63,7 @@ class Reporter:
         self._sent: dict[int, m.EpochProgress] = {}
         self._marks: dict[tuple[int, int], Mark] = {}
         self._closing = False
+        self._told = -math.inf
         #: lowest epoch a rank is still in, and that rank, as last answered
         self.slowest: tuple[int, int] = (0, 0)
         self._thread = threading.Thread(target=self._run, name="feedline-report", daemon=True)
@@ -91,7 +95,7 @@ class Reporter:
         try:
             self._send(timeout, leaving)
         except DispatcherUnavailable as error:
-            log.warning("acknowledgements were not delivered: %s", error)
+            self._tell(error)
             return False
         except Closed:
             return False
@@ -99,6 +103,13 @@ class Reporter:
             self._fatal(error)
             return False
         return True
+
+    def _tell(self, error: DispatcherUnavailable) -> None:
+        now = time.monotonic()
+        with self._wake:
+            again = now - self._told >= TOLD_EVERY
+            self._told = now if again else self._told
+        log.log(logging.WARNING if again else logging.DEBUG, "acknowledgements were not delivered: %s", error)
 
     def close(self) -> None:
         """Stop reporting; waits for the thread."""
@@ -174,6 +185,7 @@ class Reporter:
             )
             self.slowest = (reply.slowest_epoch, reply.slowest_rank)
             with self._wake:
+                self._told = -math.inf
                 self._sent.update({p.epoch: p for p in news})
                 closed = {p.epoch for p in self._sent.values() if p.state != "open"}
                 self._books = [b for b in self._books if b.epoch not in closed]
