@@ -164,9 +164,10 @@ class Asker:
         """How many grants came."""
         if self._dynamic and grants.lane is not None:
             pieces = [piece for piece in decode_pieces(grants.lane.pieces) if len(piece)]
-            self._place = self._have
-            self._have += sum(map(len, pieces))
-            starts = np.array([piece.start for piece in pieces], np.int64)
+            # a rank that begins anew is told of all its lane: it goes on where that ends
+            self._place = max(self._have, grants.lane.dropped)
+            self._have = grants.lane.dropped + sum(map(len, pieces))
+            starts = np.array([piece.start for piece in pieces[-GRANTS:]], np.int64)
             self._wanted = list(dict.fromkeys(self._plan.plan_rows(starts)[0].tolist())) if len(starts) else []
         return len(grants.grants)
 

@@ -54,6 +54,8 @@ class Files:
         self._manifests = folder / "manifests"
         self._blobs = folder / "blobs"
         self._lock = threading.Lock()
+        # one order is made at a time: ranks that begin an epoch together need the same one
+        self._ordering = threading.Lock()
         self._parsed: OrderedDict[str, Manifest] = OrderedDict()
         #: digest -> which file was parsed, and when that was last looked at
         self._files: dict[str, tuple[tuple[int, int, int], float]] = {}
@@ -166,17 +168,25 @@ class Files:
     def plan(self, digest: str, seed: int, epoch: int, shuffle: Shuffle | None) -> ShardOrder:
         """See ``Library``. The first time takes 0.2 s for 1,000,000 shards, so call it once beside the driver's thread."""
         name = (digest, seed, epoch, shuffle is not None)
+        found = self._order(name)
+        if found is not None:
+            return found
+        with self._ordering:
+            found = self._order(name)
+            if found is None:
+                found = ShardOrder(self.shard_rows(digest), seed, epoch, shuffle)
+                with self._lock:
+                    self._orders[name] = found
+                    while len(self._orders) > KEPT_ORDERS:
+                        self._orders.popitem(last=False)
+        return found
+
+    def _order(self, name: tuple[str, int, int, bool]) -> ShardOrder | None:
         with self._lock:
             found = self._orders.get(name)
             if found is not None:
                 self._orders.move_to_end(name)
-                return found
-        found = ShardOrder(self.shard_rows(digest), seed, epoch, shuffle)
-        with self._lock:
-            self._orders[name] = found
-            while len(self._orders) > KEPT_ORDERS:
-                self._orders.popitem(last=False)
-        return found
+            return found
 
     # -- blobs
 

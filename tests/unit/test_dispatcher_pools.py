@@ -1,5 +1,7 @@
 """Dynamic order: what an ask gets, how sizes are guided, quotas, cuts, the floor, and going on from a start point."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import msgspec
 import numpy as np
 import pytest
@@ -510,3 +512,11 @@ def test_shards_are_found_in_the_order_of_the_plan_and_orders_are_kept(tmp_path,
     for epoch in range(KEPT_ORDERS + 3):
         files.plan(manifest.digest, 8, epoch, shuffle)
     assert files.plan(manifest.digest, 7, 2, shuffle) is not order
+
+
+def test_ranks_that_begin_together_share_one_order(tmp_path):
+    files, manifest = Files(tmp_path), make_manifest([1] * 20_000)
+    files.store_manifest(manifest.digest, manifest.to_bytes())
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda _: files.plan(manifest.digest, 7, 2, m.Shuffle()), range(8)))
+    assert len({id(order) for order in found}) == 1
