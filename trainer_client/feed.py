@@ -251,7 +251,7 @@ class Feed:
             return kind, waiting if waiting.startswith("shard ") else about + waiting
         if first is None:
             more = self.leg.dynamic and not self.leg.final
-            return WaitTimeout, "more rows of the epoch were asked for" if more else "rows on their way"
+            return WaitTimeout, "more rows of the epoch, which were asked for" if more else "rows on their way"
         failure = self._fetch.last_failure(int(first[0].shards[first[1]]))
         return WaitTimeout, failure or about + "a grant was asked for"
 
