@@ -26,7 +26,8 @@ OpenShard = tuple[int, int, int]
 
 @dataclass(slots=True)
 class Liveness:
-    """What a rank last said; memory only. ``heard``: monotonic seconds."""
+    """What a rank last said; memory only. ``heard``, ``waiting_since``: monotonic seconds; the latter since it joined until
+    it first says so."""
 
     heard: float
     state: str = "reading"

@@ -68,7 +68,8 @@ class Jobs:
         same_holder = member is not None and member.holder.uid == ask.holder.uid
         if member is not None and same_holder and not member.left and member.nonce == ask.nonce:
             self._check_not_gone(job, member)
-            job.liveness[ask.rank] = Liveness(event.at)
+            live = job.liveness.get(ask.rank)
+            job.liveness[ask.rank] = Liveness(event.at, waiting_since=live.waiting_since if live else event.at)
             self._answer(event, job)
             return
         if member is not None and same_holder and ask.nonce < member.nonce:
@@ -265,7 +266,7 @@ class Jobs:
             tenure=tenure,
         )
         job.members[ask.rank] = member
-        job.liveness[ask.rank] = Liveness(event.at)
+        job.liveness[ask.rank] = Liveness(event.at, waiting_since=event.at)
         self._out.put(member)
         self._out.log(
             logging.INFO,
@@ -314,7 +315,7 @@ class Jobs:
             raise Fenced(f"rank {rank} of job {name} is not held by this loader", cause=who, detail={"generation": now})
         self._check_not_gone(job, member)
         if not member.left:
-            live = job.liveness.setdefault(rank, Liveness(at))
+            live = job.liveness.setdefault(rank, Liveness(at, waiting_since=at))
             live.heard = max(live.heard, at)
         return job
 

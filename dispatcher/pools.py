@@ -69,12 +69,13 @@ class Pools:
     def _kept_reason(job: Job, pool: Pool, ask: m.AskGrants) -> str:
         """Why a rank whose lane is as long as it may be gets no more: names the one that acknowledged least."""
         books = job.ranks.get(pool.epoch, {})
-        staying = [rank for rank in job.staying() if rank not in books or books[rank].progress.state == "open"]
+        ranks = job.staying() if job.is_elastic else range(job.world_size)
+        staying = [rank for rank in ranks if rank not in books or books[rank].progress.state == "open"]
         steps = {rank: books[rank].progress.acked_step if rank in books else 0 for rank in staying}
         slow = min(steps, key=lambda rank: (steps[rank], rank), default=ask.rank)
         return (
-            f"rank {slow} has not acknowledged epoch {pool.epoch} after step {steps.get(slow, 0)}, so rank {ask.rank}, "
-            f"which has {len(pool.lanes[ask.rank].pieces)} pieces after that, cannot be given more"
+            f"rank {slow}, which has not acknowledged epoch {pool.epoch} after step {steps.get(slow, 0)}: rank {ask.rank} "
+            f"has {len(pool.lanes[ask.rank].pieces)} pieces after that and cannot be given more"
         )
 
     @staticmethod

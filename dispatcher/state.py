@@ -147,7 +147,7 @@ class State:
         elif isinstance(record, records.MemberRecord):
             job.members[record.rank] = record
             if not record.left and not record.gone:
-                job.liveness[record.rank] = Liveness(at)
+                job.liveness[record.rank] = Liveness(at, waiting_since=at)
         elif isinstance(record, records.AssignmentRecord):
             self.grants.load(job, record)
         elif (record.generation, record.epoch) in job.folded:

@@ -101,7 +101,7 @@ def _rank(job: Job, rank: int, event: Asked, lease: float, absent: str) -> dict[
         state = "absent"
     elif absent:
         state, waiting_for = "waiting", absent
-        waiting_s = max(0.0, round((event.now_ms - job.current.opened_ms) / 1000, 1))
+        waiting_s = max(0.0, round(at - live.waiting_since, 1))
     else:
         state = live.state
         if state == "waiting":

@@ -228,14 +228,16 @@ def test_a_lane_that_keeps_all_it_may_waits_for_the_floor_and_says_so(bench, mon
     full = bench.ask(found, 0, shards=(), have=0, want=80, place=0)
     assert len(pieces(full)) == 3 and full.waiting_code == "wait-timeout"
     assert full.waiting == (
-        "rank 0 has not acknowledged epoch 0 after step 0, so rank 0, which has 3 pieces after that, cannot be given more"
+        "rank 0, which has not acknowledged epoch 0 after step 0: rank 0 has 3 pieces after that and cannot be given more"
     )
     ranks[0].take(reply)
     for _ in range(2):
         ranks[0].hand()
     ranks[0].ack()
     ranks[0].send()
-    assert bench.ask(found, 0, shards=(), have=30, want=80, place=10).waiting.startswith("rank 1 has not acknowledged")
+    assert bench.ask(found, 0, shards=(), have=30, want=80, place=10).waiting.startswith(
+        "rank 1, which has not acknowledged"
+    )
     for _ in range(2):
         ranks[1].hand()
     ranks[1].ack()
