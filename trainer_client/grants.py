@@ -250,6 +250,10 @@ class GrantKeeper:
     def _take(self, message: m.AskGrants, reply: m.Grants) -> None:
         now = time.monotonic()
         grown = self._lane is not None and self._lane.take(reply)
+        avoided = self._avoided.workers()
+        unusable = [grant for grant in reply.grants if all(w.id in avoided for w in grant.workers)]
+        # the dispatcher names a worker that this rank avoids only if it has no other, and heard of it just now
+        self._avoided.only({w.id for grant in unusable for w in grant.workers})
         with self._wake:
             for grant in reply.grants:
                 expires = now + (grant.expires_ms - reply.now_ms) / 1000
@@ -263,7 +267,7 @@ class GrantKeeper:
                 self._held.pop(found.shard, None)
             self._wanted = [s for s in self._wanted if s not in self.quarantined]
             if message.shards:
-                all_there = len(reply.grants) + len(reply.quarantined) >= len(message.shards)
+                all_there = len(reply.grants) - len(unusable) + len(reply.quarantined) >= len(message.shards)
                 self._for_shards.end() if all_there else self._for_shards.longer()
             if message.want:
                 self._for_rows.end() if grown else self._for_rows.longer()

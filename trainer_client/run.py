@@ -240,17 +240,23 @@ class Run:
             if len(failed):
                 chunk = feed.chunk_at(place + int(failed[0]))
                 raise chunk.errors[place + int(failed[0]) - chunk.first]
-            in_pads = int((bad + place >= session.leg.candidates).sum())
             mine = bad[bad + place < session.leg.candidates]
             self._check_budget(epoch, int((usable[mine] == BAD).sum()))
-            if in_pads > session.leg.plan.rows * session.leg.world_size * (want + 1):  # each would have come round
-                raise TooManyBadSamples(
-                    f"no row of epoch {epoch.number} is good", cause="all places of its pads are bad"
-                )
+            self._check_pads(epoch, place, usable)
             if len(marks) == look:
-                look += want
+                look *= 2
             else:
                 self._wait(feed, place, len(marks))
+
+    @staticmethod
+    def _check_pads(epoch: Epoch, place: int, marks: npt.NDArray[np.int32]) -> None:
+        """Raise if the rows of a whole round of pads are bad: pads go round all rows of the plan, so no row is good."""
+        leg = epoch.leg
+        pads = marks[max(0, leg.candidates - place) :]
+        if len(pads) >= leg.plan.rows * leg.world_size and not (pads >= 0).any():
+            raise TooManyBadSamples(
+                f"no row of epoch {epoch.number} is good", cause="all rows that its pads could repeat are bad"
+            )
 
     def _wait(self, feed: Feed, place: int, known: int) -> None:
         started = time.monotonic()

@@ -131,6 +131,35 @@ def broken_pictures(folder: Path) -> manifests.Manifest:
     return manifests.build(str(folder), name="broken", version="1")
 
 
+@pytest.mark.parametrize("order", ["deterministic", "dynamic"])
+@pytest.mark.parametrize("tail", ["pad", "drop"])
+def test_a_dataset_without_a_good_row_is_an_error_soon(
+    cluster: TestCluster, tmp_path: Path, tail: str, order: str
+) -> None:
+    """Skipped rows are made up for by pads, but there is nothing to repeat."""
+    write_tar(tmp_path / "p.tar", [(f"{number:03d}.jpg", b"no picture") for number in range(400)])
+    cluster.register(manifests.build(str(tmp_path), name=f"none-{tail}-{order}", version="1"))
+    pipeline = manifests.Pipeline([manifests.DecodeImage(), manifests.Resize((32, 48))])
+    started = time.monotonic()
+    with (
+        RemoteDataLoader(
+            cluster.address,
+            dataset=f"none-{tail}-{order}",
+            job=f"none-{tail}-{order}",
+            batch_size=32,
+            order=order,
+            tail=tail,
+            pipeline=pipeline,
+            on_error="skip",
+            max_bad=1.0,
+            timeout=20,
+        ) as loader,
+        pytest.raises(TooManyBadSamples, match="no row of epoch 0 is good"),
+    ):
+        list(loader)
+    assert time.monotonic() - started < 15.0
+
+
 def test_bad_pictures_are_skipped_alone_and_named(cluster: TestCluster, tmp_path: Path) -> None:
     """Case 32: three bad pictures of 64, two epochs: the others come unchanged, each bad one is one named skip."""
     cluster.register(broken_pictures(tmp_path))

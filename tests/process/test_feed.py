@@ -13,7 +13,9 @@ import pytest
 from cluster import TestCluster
 from training import check_audit, in_threads, make_dataset, make_loader, run_ranks
 
+from manifests.wire import messages as m
 from trainer_client import ClientOptions
+from trainer_client.control import Control
 from trainer_client.errors import FeedlineError, NoWorker, ShardMissing, WaitTimeout
 
 ROWS = 2400
@@ -316,3 +318,32 @@ def test_more_shards_come_next_than_grants_are_held(tmp_path: Path, order: str, 
         cluster.register(make_dataset(tmp_path / "tiny", (3,) * 2500))
         found = run_ranks(cluster.address, world, order=order, batch_size=64, delay=0.03, timeout=10.0, job="tiny")
         assert sorted(i for rank in found for i in rank.real) == list(range(7500))
+
+
+def test_the_only_worker_may_fall_silent_and_come_back(cluster: TestCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no other one to go to, so it is asked again as soon as it lives, and not without a pause meanwhile."""
+    cluster.kill("worker-1")
+    cluster.wait_workers(1)
+    asks = 0
+    call = Control.call
+
+    def counted(self: Control, message: m.Message, *arguments: Any, **named: Any) -> Any:
+        nonlocal asks
+        asks += isinstance(message, m.AskGrants)
+        return call(self, message, *arguments, **named)
+
+    monkeypatch.setattr(Control, "call", counted)
+    timer = threading.Timer(3.0, lambda: cluster.resume("worker-0"))
+
+    def pause() -> None:
+        cluster.pause("worker-0")
+        timer.start()
+
+    with make_loader(
+        cluster.address, batch_size=8, prefetch="16KiB", timeout=30.0, options=ClientOptions(stall=1.0)
+    ) as loader:
+        ids, longest = loop(loader, lambda step: pause() if step == 10 else None)
+    timer.join()
+    assert sorted(ids) == list(range(ROWS))
+    assert longest < 7.0, f"a gap of {longest:.1f} s for a pause of 3 s"
+    assert asks < 200, f"{asks} asks"
