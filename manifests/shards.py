@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -81,7 +82,7 @@ class Shards(Sequence[Shard]):
                 ordinal += 1
 
 
-class _Chunked:
+class _Chunked(ABC):
     """A column by index: which of its chunks, and where in it."""
 
     def __init__(self, column: pa.ChunkedArray) -> None:
@@ -91,8 +92,9 @@ class _Chunked:
             self._starts.append(self._starts[-1] + len(chunk))
         self._parts = [self._part(chunk) for chunk in chunks]
 
+    @abstractmethod
     def _part(self, chunk: Any) -> Any:
-        raise NotImplementedError
+        """What is kept of a chunk."""
 
     def _find(self, at: int) -> tuple[Any, int]:
         if len(self._parts) == 1:
