@@ -137,7 +137,11 @@ class Fetch:
             return f"shard {shard} {error}"
         held = self._keeper.held([shard]).get(shard)
         usable = held is not None and self._avoided.usable(held.workers, shard)
-        return f"shard {shard}: {len(self._reads)} other reads are before its own" if usable else ""
+        if held is None or not usable:
+            return ""
+        if others := len(self._reads):
+            return f"shard {shard}: {others} other reads are before its own"
+        return f"shard {shard} is about to be asked of worker {held.workers[0].id}"
 
     def last_failure(self, shard: int) -> str:
         """What the worker of this shard did when it was last asked, "": nothing wrong, or there is none."""
