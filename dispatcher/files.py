@@ -134,15 +134,23 @@ class Files:
         """
         manifest = _parse(data, digest)
         place = self._manifests / (_hex(digest) + ".parquet")
-        if place.exists() and self.manifest(digest).locations != manifest.locations:
+        before = self._told(digest)
+        if before is not None and before.locations != manifest.locations:
             log.warning(
                 "the shards of manifest %s are read from new places from now on, by all datasets and jobs of this content: "
                 "%s instead of %s",
-                digest, _first(manifest), _first(self.manifest(digest)),
+                digest, _first(manifest), _first(before),
             )  # fmt: skip
         self._write(place, data)
         self._keep(digest, manifest, self._file(digest))
         return manifest
+
+    def _told(self, digest: str) -> Manifest | None:
+        """The manifest that is there, None if there is none or it is damaged."""
+        try:
+            return self.manifest(digest)
+        except FeedlineError:
+            return None
 
     # -- what the core looks up
 

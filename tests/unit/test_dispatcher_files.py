@@ -7,6 +7,7 @@ from core_bench import make_manifest
 
 from dispatcher import files as files_module
 from dispatcher.files import Files
+from manifests.errors import ProtocolError
 from manifests.manifest import Manifest, Shard
 
 
@@ -46,6 +47,18 @@ def test_a_folder_that_is_away_for_a_moment_changes_nothing(tmp_path, monkeypatc
     place.rename(tmp_path / "away")
     assert files.manifest(manifest.digest).rows == 8
     (tmp_path / "away").rename(place)
+    assert files.manifest(manifest.digest).rows == 8
+
+
+def test_a_damaged_manifest_is_mended_by_registering_it_again(tmp_path):
+    manifest = make_manifest([3, 5])
+    Files(tmp_path).store_manifest(manifest.digest, manifest.to_bytes())
+    place = next((tmp_path / "manifests").glob("*.parquet"))
+    place.write_bytes(b"not a manifest")
+    files = Files(tmp_path)
+    with pytest.raises(ProtocolError):
+        files.manifest(manifest.digest)
+    files.store_manifest(manifest.digest, manifest.to_bytes())
     assert files.manifest(manifest.digest).rows == 8
 
 
