@@ -164,12 +164,6 @@ class Driver:
         if self.state is None or self._leadership.over:
             raise self._unavailable()
 
-    def sources_of(self, job: str) -> tuple[str, ...]:
-        """Manifest digests of a job: a hint of what its requests will look up, without waiting for the driver."""
-        state = self.state
-        found = state.jobs.by_name.get(job) if state is not None else None
-        return tuple(source.digest for source in found.current.settings.sources) if found is not None else ()
-
     def _unavailable(self) -> DispatcherUnavailable:
         leader = self.leader
         if leader and leader != self.record.address:

@@ -15,6 +15,7 @@ from . import books
 from .effects import Outbox
 from .job import Job
 from .pools import Pools
+from .stretches import count
 
 
 class Elastic:
@@ -38,13 +39,13 @@ class Elastic:
             self._pools.discard(pool, rank)
             back = pool.settle(rank, record.progress.acked[0] if record is not None else held.begun)
             pool.give_back(back)
-            rows += sum(stop - start for _, start, stop in back)
+            rows += count(back)
             if record is not None:
                 book = books.acknowledged_only(job.current, record)
                 pool.book = book if pool.book is None else books.add(pool.book, book)
                 del job.ranks[epoch][rank]
                 self._out.delete(record.key)
-            self._pools.put(job, pool)
+            self._pools.put(pool)
         holder = member.holder
         self._out.log(
             logging.WARNING,
@@ -65,10 +66,9 @@ class Elastic:
             rows = pool.carry_out()
             later = self._pools.at(job, slowest)
             later.carry_in(rows)
-            self._pools.put(job, pool)
-            self._pools.put(job, later)
+            self._pools.put(pool)
+            self._pools.put(later)
             self._out.log(
                 logging.INFO,
-                f"job {job.name}: {sum(stop - start for _, start, stop in rows)} rows of epoch {epoch} are carried over "
-                f"into epoch {slowest}",
+                f"job {job.name}: {count(rows)} rows of epoch {epoch} are carried over into epoch {slowest}",
             )

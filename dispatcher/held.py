@@ -7,7 +7,6 @@ its index. So a place costs as much as its window has rows, however much is kept
 from __future__ import annotations
 
 import bisect
-import struct
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
 
@@ -15,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from manifests.errors import ProtocolError
-from manifests.granted import Lane, Piece, group_rows, rows_before
-from manifests.identity import random_unit, stream_key
+from manifests.granted import PIECE, Lane, Piece, group_rows, pieces_below, rows_before, window_keys
+from manifests.identity import stream_key
 from manifests.ranges import Ranges
 from manifests.wire import messages as m
 
@@ -25,7 +24,6 @@ from .stretches import Stretch, left_rows
 #: pieces stored in one record
 PART = 64
 
-_PIECE = struct.Struct("<4q")
 _index = attrgetter("index")
 
 
@@ -61,7 +59,7 @@ class Held:
         # (lane index of a group, least position of this epoch from there on), ascending in both
         self._least: list[tuple[int, int]] = []
         # pieces as stored, those that were forgotten but share a part with kept ones too
-        self._encoded = bytearray(forgotten % PART * _PIECE.size)
+        self._encoded = bytearray(forgotten % PART * PIECE.size)
         self._certain: int | None = None
 
     def __repr__(self) -> str:
@@ -115,7 +113,7 @@ class Held:
                         self._least.pop()
                     self._least.append((piece.index, piece.start))
             self.pieces.append(piece)
-            self._encoded += _PIECE.pack(piece.index, piece.start, piece.stop, piece.epoch)
+            self._encoded += PIECE.pack(piece.index, piece.start, piece.stop, piece.epoch)
         self._certain = None
 
     # -- as sent and as stored
@@ -123,11 +121,11 @@ class Held:
     def after(self, have: int) -> bytes:
         """Pieces whose groups begin at lane index ``have`` or later, as sent."""
         first = bisect.bisect_left(self.pieces, have, key=_index)
-        return bytes(self._encoded[_PIECE.size * (self.forgotten % PART + first) :])
+        return bytes(self._encoded[PIECE.size * (self.forgotten % PART + first) :])
 
     def grants(self, rank: int, place: int) -> m.LaneGrants:
         """What a lane is made of again, with all its pieces."""
-        kept = bytes(self._encoded[_PIECE.size * (self.forgotten % PART) :])
+        kept = bytes(self._encoded[PIECE.size * (self.forgotten % PART) :])
         return m.LaneGrants(rank=rank, number=self.number, dropped=self.dropped, place=place, pieces=kept)
 
     @property
@@ -137,7 +135,7 @@ class Held:
 
     def parts(self, first: int = 0) -> Iterator[tuple[int, bytes]]:
         """Number and content of the stored parts with kept pieces that are numbered ``first`` or later."""
-        base, size = self.forgotten // PART, _PIECE.size * PART
+        base, size = self.forgotten // PART, PIECE.size * PART
         for part in range(max(base, first // PART), -(-self.count // PART)):
             yield part, bytes(self._encoded[(part - base) * size : (part - base + 1) * size])
 
@@ -145,9 +143,9 @@ class Held:
         """Take the stored parts in, in order."""
         self._encoded.clear()
         kept = b"".join(parts)
-        skipped = _PIECE.size * (self.forgotten % PART)
+        skipped = PIECE.size * (self.forgotten % PART)
         self._encoded += kept[:skipped]
-        self.extend(Piece(*numbers) for numbers in _PIECE.iter_unpack(kept[skipped:]))
+        self.extend(Piece(*numbers) for numbers in PIECE.iter_unpack(kept[skipped:]))
 
     def forget(self, floor: int) -> bool:
         """Leave out leading groups below ``floor``, of which every rank has handed everything out; whether there were any.
@@ -155,30 +153,17 @@ class Held:
         others handed out since may lie below."""
         if self.ended is not None:
             return False
-        keep, dropped = 0, self.dropped
-        while keep < len(self.pieces):
-            piece = self.pieces[keep]
-            stop = keep + 1
-            while not piece.is_cut and stop < len(self.pieces) and self._same_group(piece, self.pieces[stop]):
-                stop += 1
-            group = self.pieces[keep:stop]
-            if any(p.epoch != self.epoch or p.stop > floor for p in group if not p.is_cut):
-                break
-            dropped += sum(map(len, group))
-            keep = stop
+        keep = pieces_below(self.pieces, self.epoch, floor)
         if not keep:
             return False
+        dropped = self.dropped + sum(map(len, self.pieces[:keep]))
         parts = (self.forgotten + keep) // PART - self.forgotten // PART
         self.dropped, self.forgotten = dropped, self.forgotten + keep
         del self.pieces[:keep]
-        del self._encoded[: _PIECE.size * PART * parts]
+        del self._encoded[: PIECE.size * PART * parts]
         del self._cuts[: bisect.bisect_right(self._cuts, dropped)]
         del self._least[: bisect.bisect_left(self._least, (dropped, -1))]
         return True
-
-    @staticmethod
-    def _same_group(piece: Piece, other: Piece) -> bool:
-        return not other.is_cut and other.index == piece.index
 
     # -- what has left
 
@@ -235,8 +220,7 @@ class Held:
         return first, stop, gone
 
     def _keys(self, first: int, stop: int) -> npt.NDArray[np.float64]:
-        keys = np.arange(first, stop, dtype=np.float64)
-        return keys + self.window * random_unit(self._key, first, stop - first) if self.window else keys
+        return window_keys(self._key, self.window, first, stop)
 
     def _group_at(self, index: int) -> int:
         """Where in ``pieces`` the group begins that has the row at this lane index; its cut, if one is before it."""

@@ -19,7 +19,7 @@ from .effects import Outbox
 from .job import Job
 from .records import MarkRecord
 from .starts import restore
-from .stretches import encode_stretches, left_rows, without
+from .stretches import decode_stretches, encode_stretches, left_rows, without
 
 #: (generation, epoch, step) whose marks are kept per job
 KEPT_MARKS = 8
@@ -116,7 +116,7 @@ def _add_lanes(
     start: m.StartPoint, marks: Mapping[int, m.EpochProgress], settings: m.JobSettings, rows: int
 ) -> m.StartPoint:
     taken, lanes = Ranges.decode(start.ranges), {grants.rank: grants for grants in start.lanes}
-    carried = [(p.epoch, p.start, p.stop) for p in decode_pieces(start.carried)]
+    carried = decode_stretches(start.carried)
     for rank, mark in marks.items():
         grants = mark.lane if mark.lane is not None else m.LaneGrants(rank=rank, number=rank)
         grants = msgspec.structs.replace(grants, rank=rank, place=mark.handed[0])

@@ -22,7 +22,7 @@ from manifests.wire import messages as m
 
 from .held import PART, Held
 from .records import EpochRecord, GenerationRecord, LanePartRecord, LaneRecord, PoolRecord, RankEpochRecord
-from .stretches import Stretch, count, encode_stretches, left_rows, merged, union, without
+from .stretches import Stretch, count, decode_stretches, encode_stretches, left_rows, merged, union, without
 
 #: pieces in one answer
 MAX_PIECES = 512
@@ -76,7 +76,7 @@ class Pool:
         pool.floor, pool.floor_step = taken.floor, start.step if pool._starts_here else 0
         pool.settled, held, in_lanes = taken, Ranges.of([]), list[Stretch]()
         if pool._starts_here:
-            pool.carried_in = [(p.epoch, p.start, p.stop) for p in decode_pieces(start.carried)]
+            pool.carried_in = decode_stretches(start.carried)
             for grants in start.lanes:
                 pool.lanes[grants.rank] = found = pool._restore(grants)
                 if pool._quotas is not None:
@@ -103,8 +103,8 @@ class Pool:
         """The pool that records tell of. ``parts``: of lanes that do not hold their pieces themselves."""
         pool = cls(generation, record.epoch)
         pool._set_free(Ranges.decode(record.free))
-        pool.carried = [(p.epoch, p.start, p.stop) for p in decode_pieces(record.carried)]
-        pool.carried_in = [(p.epoch, p.start, p.stop) for p in decode_pieces(record.carried_in)]
+        pool.carried = decode_stretches(record.carried)
+        pool.carried_in = decode_stretches(record.carried_in)
         pool.settled, pool.away = Ranges.decode(record.settled), Ranges.decode(record.away)
         pool.floor, pool.floor_step, pool.book = record.floor, record.floor_step, record.book
         by_rank: dict[int, list[LanePartRecord]] = {}

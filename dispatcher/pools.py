@@ -123,7 +123,7 @@ class Pools:
             self._out.put(pool.lane_record(rank))
         self._out.put(pool.record())
 
-    def put(self, job: Job, pool: Pool) -> None:
+    def put(self, pool: Pool) -> None:
         """Store what the pool itself knows; its lanes have records of their own."""
         self._out.put(pool.record())
 

@@ -245,8 +245,9 @@ def _latest_dynamic(job: Job, epoch: int, world_size: int) -> dict[str, Any]:
         if held is None:
             lanes.append(m.LaneGrants(rank=rank, number=rank))
             continue
-        lanes.append(held.lane.grants(rank, place))
-        carried = union(carried, [s for s in without(held.own(), left_rows(held.lane, place)) if s[0] != epoch])
+        lanes.append(held.grants(rank, place))
+        if pool.carried_in:
+            carried = union(carried, [s for s in without(held.own(), left_rows(held.lane, place)) if s[0] != epoch])
     gone = any(member.gone or member.tenure for member in job.members.values())
     ended = any(held.ended is not None for held in pool.lanes.values())
     same = world_size == job.world_size and not gone and not ended

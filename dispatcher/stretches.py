@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from manifests.granted import Lane, Piece, encode_pieces
+from manifests.granted import Lane, Piece, decode_pieces, encode_pieces
 from manifests.ranges import Ranges
 
 #: epoch, start, stop: plan positions of an epoch
@@ -46,6 +46,11 @@ def count(rows: Iterable[Stretch]) -> int:
 def encode_stretches(rows: Iterable[Stretch]) -> bytes:
     """As pieces with index 0 (``manifests.granted``)."""
     return encode_pieces(Piece(0, start, stop, epoch) for epoch, start, stop in rows)
+
+
+def decode_stretches(data: bytes) -> list[Stretch]:
+    """The inverse. Raises ``ProtocolError`` for anything that is no pieces."""
+    return [(piece.epoch, piece.start, piece.stop) for piece in decode_pieces(data)]
 
 
 def merged(parts: Iterable[Ranges]) -> Ranges:

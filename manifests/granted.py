@@ -31,7 +31,8 @@ I64 = npt.NDArray[np.int64]
 
 #: numbers per piece in ``LaneGrants.pieces``
 _WIDTH = 4
-_PIECE = struct.Struct(f"<{_WIDTH}q")
+#: one piece in ``LaneGrants.pieces``
+PIECE = struct.Struct(f"<{_WIDTH}q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ def window_rows(shuffle: Shuffle | None, rows: int, world_size: int) -> int:
 
 def encode_pieces(pieces: Iterable[Piece]) -> bytes:
     """Four little-endian int64 per piece."""
-    return b"".join([_PIECE.pack(p.index, p.start, p.stop, p.epoch) for p in pieces])
+    return b"".join([PIECE.pack(p.index, p.start, p.stop, p.epoch) for p in pieces])
 
 
 def decode_pieces(data: bytes) -> list[Piece]:
@@ -147,10 +148,7 @@ class Lane:
             rows.append(_rows(group))
             self.pieces += group
             self.length += len(rows[-1])
-        keys = np.arange(first, self.length, dtype=np.float64)
-        if self.window:
-            keys += self.window * random_unit(self._key, first, self.length - first)
-        self._open_keys = np.concatenate([self._open_keys, keys])
+        self._open_keys = np.concatenate([self._open_keys, window_keys(self._key, self.window, first, self.length)])
         self._open = np.concatenate([self._open, *rows])
         self._settle(float(self.length))
 
@@ -236,20 +234,10 @@ class Lane:
     def forget(self, floor: int) -> Lane:
         """This lane without the leading groups that lie below ``floor``: of these every rank has handed everything out.
         Cuts at its beginning go too."""
-        keep = 0
-        dropped = self.dropped
-        while keep < len(self.pieces):
-            piece = self.pieces[keep]
-            stop = keep + 1
-            while stop < len(self.pieces) and not piece.is_cut and self._same_group(piece, self.pieces[stop]):
-                stop += 1
-            group = self.pieces[keep:stop]
-            if any(p.epoch != self.epoch or p.stop > floor for p in group if not p.is_cut):
-                break
-            dropped += sum(map(len, group))
-            keep = stop
+        keep = pieces_below(self.pieces, self.epoch, floor)
         if not keep:
             return self
+        dropped = self.dropped + sum(map(len, self.pieces[:keep]))
         out = Lane.__new__(Lane)
         out.epoch, out.number, out.window, out._key = self.epoch, self.number, self.window, self._key
         out.dropped, out.pieces, out.length = dropped, self.pieces[keep:], self.length
@@ -263,9 +251,24 @@ class Lane:
         out._open_keys, out._open = self._open_keys, self._open
         return out
 
-    @staticmethod
-    def _same_group(piece: Piece, other: Piece) -> bool:
-        return not other.is_cut and other.index == piece.index
+
+def window_keys(key: int, window: int, first: int, stop: int) -> npt.NDArray[np.float64]:
+    """Keys by which the rows at lane indices [first, stop) leave; ``key``: of the lane's random stream. float64."""
+    keys = np.arange(first, stop, dtype=np.float64)
+    return keys + window * random_unit(key, first, stop - first) if window else keys
+
+
+def pieces_below(pieces: Sequence[Piece], epoch: int, floor: int) -> int:
+    """How many pieces at the beginning make up whole groups of rows of ``epoch`` below ``floor``, and cuts."""
+    keep = 0
+    while keep < len(pieces):
+        piece, stop = pieces[keep], keep + 1
+        while not piece.is_cut and stop < len(pieces) and not pieces[stop].is_cut and pieces[stop].index == piece.index:
+            stop += 1
+        if any(p.epoch != epoch or p.stop > floor for p in pieces[keep:stop] if not p.is_cut):
+            break
+        keep = stop
+    return keep
 
 
 def rows_before(sizes: list[int], count: int) -> list[int]:

@@ -41,8 +41,6 @@ class Chunk:
         self.part = np.full(len(rows), MISSING, np.int32)
         #: rows that are marked MISSING
         self.missing = len(rows)
-        #: its shards, first needed first
-        self.distinct = in_order(shards)
         #: no longer needed
         self.released = False
         self._row = np.zeros(len(rows), np.int32)

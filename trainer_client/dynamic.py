@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from manifests.errors import ProtocolError
-from manifests.granted import Lane, Piece, decode_pieces, encode_pieces, window_rows
+from manifests.granted import PIECE, Lane, Piece, decode_pieces, encode_pieces, window_rows
 from manifests.plan import Plan, lane_sizes
 from manifests.ranges import Ranges
 from manifests.wire import messages as m
@@ -30,7 +30,6 @@ from .session import Leg, Position, pad_positions
 I64 = npt.NDArray[np.int64]
 
 _NONE = np.empty(0, np.int64)
-_PIECE_BYTES = len(encode_pieces([Piece(0, 0, 0, 0)]))
 
 
 @dataclass(frozen=True)
@@ -364,7 +363,7 @@ class DynamicLeg:
         self._floor, self._floor_step = floor.position, floor.step
         before = len(self._lane.pieces)
         self._lane = self._lane.forget(floor.position)
-        del self._encoded[: _PIECE_BYTES * (before - len(self._lane.pieces))]
+        del self._encoded[: PIECE.size * (before - len(self._lane.pieces))]
         return True
 
     def _save(self) -> Saved:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+
 from manifests.wire import messages as m
 
 from .dynamic import AnyLeg, Saved
@@ -30,14 +32,11 @@ class Mark:
         handed = tuple(self.leg.own_taken(self.position.read).tolist())
         if self.saved is None:
             return m.EpochProgress(epoch=epoch, step=step, handed=handed)
-        lane = self.saved.lane
         return m.EpochProgress(
             epoch=epoch,
             step=step,
             handed=handed,
-            lane=m.LaneGrants(
-                rank=lane.rank, number=lane.number, dropped=lane.dropped, place=handed[0], pieces=lane.pieces
-            ),
+            lane=msgspec.structs.replace(self.saved.lane, place=handed[0]),
             before=self.saved.below().encode(),
             floor_step=self.saved.floor_step,
         )

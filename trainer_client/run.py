@@ -419,9 +419,8 @@ class Run:
         for feed in feeds:
             feed.close()
         self.auditor.close()
-        if self._fatal is None or isinstance(
-            self._fatal, RankAbsent
-        ):  # also on a rewind: what was handed out past its start point counts as rewound
+        # also on a rewind: what was handed out past its start point counts as rewound
+        if self._fatal is None or isinstance(self._fatal, RankAbsent):
             self.reporter.flush(4.0 if leave else 2.0, leaving=leave)
         if leave:
             self._control.close()  # ends calls that other threads still wait in

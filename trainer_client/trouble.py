@@ -94,9 +94,8 @@ class Trouble:
             self._errors[shard] = f"failed on worker {worker}: {error}"
         self._avoided.shard(worker, shard, _AGAIN)
         told = self._keeper.times_told(shard)
-        text = (
-            f"{error.message}: {error.cause}" if error.cause else error.message
-        )  # what to do is for the loader to say
+        # without its remedy: what to do is for the loader to say
+        text = f"{error.message}: {error.cause}" if error.cause else error.message
         self._keeper.failed_on(m.ReadFailure(worker=worker, source=0, shard=shard, code=error.code, message=text[:300]))
         return (shard,) if told >= _TRIES else ()
 

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 
 from manifests.errors import ShardMissing
-from trainer_client.chunks import MISSING, QUARANTINED, Chunk
+from trainer_client.chunks import MISSING, QUARANTINED, Chunk, in_order
 from trainer_client.tensors import Part
 
 
@@ -55,7 +55,7 @@ def test_rows_of_a_shard_in_quarantine_keep_their_mark() -> None:
     """What is there stays, what is not is marked with the error; a part that comes late changes nothing of it."""
     ids = np.arange(6, dtype=np.int64)
     chunk = Chunk(0, np.array([4, 4, 2, 2, 2, 4], np.int64), ids, ids, 0)
-    assert chunk.distinct == [4, 2]
+    assert in_order(chunk.shards) == [4, 2]
     chunk.fill(ids[:3], Part({}, ids[:3], 0), [])
     error = ShardMissing("gone")
     assert chunk.quarantine(2, error) == 2
